@@ -1,0 +1,131 @@
+"""An axis cut into cells, and what a mask's one-axis values are on cells and on groups of cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from flexcp.masks.ranges import Range
+
+_EXACT = 2.0**52
+_CHUNK = 1 << 21
+"""Positions evaluated at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """The queries or the keys, cut into cells of consecutive positions."""
+
+    first: Tensor
+    """int64 [n] Global position of each cell's first token."""
+    last: Tensor
+    """int64 [n] Global position of each cell's last token."""
+
+    @classmethod
+    def of_blocks(cls, length: int, size: int, start: int = 0) -> Axis:
+        """Blocks of `size` tokens; the last may be shorter."""
+        first = torch.arange(0, length, size)
+        last = (first + (size - 1)).clamp(max=length - 1)
+        return cls(first + start, last + start)
+
+    def subdivided(self, size: int) -> Axis:
+        """Each cell cut into pieces of at most `size` tokens, as many for each cell.
+
+        Pieces beyond the end of a short cell have `last < first`.
+        """
+        largest = int((self.last - self.first).max()) + 1
+        offsets = torch.arange(0, largest, size)
+        first = self.first[:, None] + offsets
+        last = torch.minimum(first + (size - 1), self.last[:, None])
+        return Axis(first.reshape(-1), last.reshape(-1))
+
+    def __len__(self) -> int:
+        return self.first.numel()
+
+    @property
+    def sizes(self) -> Tensor:
+        """int64 [n] Tokens of each cell; 0 for an empty piece."""
+        return (self.last - self.first + 1).clamp(min=0)
+
+    @cached_property
+    def levels(self) -> int:
+        """How often the axis can be halved until one group is left, plus one."""
+        return (len(self) - 1).bit_length() + 1 if len(self) else 1
+
+    def positions(self, cells: slice) -> Tensor:
+        """int64 [cells, size] The positions of cells; short ones repeat their last position."""
+        first, last = self.first[cells], self.last[cells]
+        width = int((last - first).max()) + 1
+        found = first[:, None] + torch.arange(width)
+        short = last - first + 1 < width
+        if bool(short.any()):
+            found[short] = torch.minimum(found[short], last[short][:, None])
+        return found
+
+    def chunks(self) -> list[slice]:
+        """The cells in pieces whose positions may be evaluated at once."""
+        width = max(int((self.last - self.first).max()) + 1, 1)
+        step = max(1, _CHUNK // width)
+        return [slice(i, min(i + step, len(self))) for i in range(0, len(self), step)]
+
+
+class Pyramid:
+    """The range of a value on every cell, every pair of cells, every four, and so on.
+
+    Level 0 are the cells themselves. Each level is a Range of tensors [groups, nodes], where
+    groups are what the value depends on besides the axis (batch elements, heads).
+    """
+
+    def __init__(self, lo: Tensor, hi: Tensor) -> None:
+        self._levels = [Range(lo, hi, lo, hi)]
+
+    def at(self, level: int) -> Range:
+        """The ranges of groups of 2**level cells."""
+        while len(self._levels) <= level:
+            below = self._levels[-1]
+            if below.lo.shape[1] <= 1:
+                return below
+            self._levels.append(
+                Range(
+                    _pairs(below.lo, torch.minimum),
+                    _pairs(below.hi, torch.maximum),
+                    _pairs(below.some_lo, torch.maximum),
+                    _pairs(below.some_hi, torch.minimum),
+                )
+            )
+        return self._levels[level]
+
+    def take(self, level: int, group: Tensor, node: Tensor) -> Range:
+        """The ranges of some nodes of a level, as [T]."""
+        found = self.at(level)
+        flat = node if found.lo.shape[0] == 1 else group * found.lo.shape[1] + node
+        lo, hi = found.lo.view(-1)[flat], found.hi.view(-1)[flat]
+        if found.some_lo is found.lo:  # single cells attain their extremes
+            return Range(lo, hi, lo, hi)
+        return Range(lo, hi, found.some_lo.view(-1)[flat], found.some_hi.view(-1)[flat])
+
+
+def measure(values: list[tuple[Tensor, ...]], truth: bool) -> Pyramid:
+    """A pyramid from the least and greatest values of consecutive cells, [groups, cells] each."""
+    lo = torch.cat([low for low, _ in values], dim=1)
+    hi = torch.cat([high for _, high in values], dim=1)
+    if truth:
+        return Pyramid(lo, hi)
+    lo, hi = lo.double(), hi.double()
+    known = (lo >= -_EXACT) & (hi <= _EXACT)  # also false for NaN
+    if not bool(known.all()):
+        lo, hi = torch.where(known, lo, -torch.inf), torch.where(known, hi, torch.inf)
+        pyramid = Pyramid(lo, hi)
+        unknown = Range(lo, hi, torch.where(known, lo, hi), torch.where(known, hi, lo))
+        pyramid._levels[0] = unknown
+        return pyramid
+    return Pyramid(lo, hi)
+
+
+def _pairs(x: Tensor, op: object) -> Tensor:
+    if x.shape[1] % 2:
+        x = torch.cat([x, x[:, -1:]], dim=1)
+    return op(x[:, ::2], x[:, 1::2])  # type: ignore[operator, no-any-return]

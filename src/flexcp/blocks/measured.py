@@ -1,0 +1,175 @@
+"""A traced mask together with the axes it is looked at on: ranges of rectangles, exact values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flexcp.blocks.axis import Axis, Pyramid, measure
+from flexcp.errors import FlexCPError
+from flexcp.masks.graph import MaskGraph
+from flexcp.masks.intervals import Analysis, analyse
+from flexcp.masks.ranges import Range
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """The (b, h) pairs for which a mask may differ; all others repeat one of these."""
+
+    b: Tensor
+    """int64 [P] Batch element of each plane."""
+    h: Tensor
+    """int64 [P] Head of each plane."""
+    of: Tensor
+    """int64 [batch, heads] The plane of each batch element and head."""
+
+    @classmethod
+    def of_mask(cls, graph: MaskGraph, batch: int, heads: int) -> Planes:
+        """As few planes as the mask's dependence on b and h allows."""
+        some_b = batch if "b" in graph.reads else 1
+        some_h = heads if "h" in graph.reads else 1
+        b = torch.arange(some_b).repeat_interleave(some_h)
+        h = torch.arange(some_h).repeat(some_b)
+        own = torch.arange(some_b * some_h).view(some_b, some_h)
+        return cls(b, h, own.expand(batch, heads))
+
+    def __len__(self) -> int:
+        return self.b.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredMask:
+    """A mask with everything measured that its interval analysis needs."""
+
+    graph: MaskGraph
+    analysis: Analysis
+    planes: Planes
+    q: Axis
+    kv: Axis
+    pyramids: dict[int, Pyramid] = field(repr=False)
+    """Of each leaf that varies along an axis."""
+    constants: dict[int, Tensor] = field(repr=False)
+    """[P] or [] Values of each leaf that does not."""
+    groups: dict[int, Tensor] = field(repr=False)
+    """int64 [P] Row of a leaf's pyramid that belongs to each plane."""
+
+    def ranges(self, level: int, plane: Tensor, i: Tensor, j: Tensor) -> Range:
+        """What the mask can be on rectangles of 2**level x 2**level cells, as [T]."""
+        found = self.analysis.output_range(self._leaf_ranges(level, plane, i, j))
+        if found.lo.shape == i.shape:
+            return found
+        return Range(
+            *(x.expand(i.shape) for x in (found.lo, found.hi, found.some_lo, found.some_hi))
+        )
+
+    def _leaf_ranges(self, level: int, plane: Tensor, i: Tensor, j: Tensor) -> dict[int, Range]:
+        measured: dict[int, Range] = {}
+        for leaf in self.analysis.leaves:
+            axis = self.analysis.axis_of(leaf)
+            if axis is None:
+                value = self.constants[leaf]
+                measured[leaf] = Range.exactly(value[plane] if value.dim() else value)
+            else:
+                group = self.groups[leaf][plane] if len(self.planes) > 1 else plane
+                node = i if axis == "q" else j
+                measured[leaf] = self.pyramids[leaf].take(level, group, node)
+        return measured
+
+    def evaluate(self, plane: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """The mask itself, exactly, at positions; the three broadcast against each other."""
+        shape = torch.broadcast_shapes(plane.shape, q.shape, kv.shape)
+        b, h = self.planes.b[plane], self.planes.h[plane]
+        return run_mask(lambda: self.graph.evaluate(b, h, q, kv)).expand(shape)
+
+
+def measure_mask(graph: MaskGraph, planes: Planes, q: Axis, kv: Axis) -> MeasuredMask:
+    """Evaluates the mask's one-axis values along both axes."""
+    analysis = analyse(graph)
+    pyramids: dict[int, Pyramid] = {}
+    constants: dict[int, Tensor] = {}
+    groups: dict[int, Tensor] = {}
+    same: dict[tuple[int, Hashable], Pyramid] = {}  # doc[q] and doc[kv] are measured once
+    for leaf in analysis.leaves:
+        axis = analysis.axis_of(leaf)
+        if axis is None:
+            constants[leaf] = _constant(graph, leaf, planes)
+            continue
+        b, h, groups[leaf] = _groups(graph, leaf, planes)
+        cells = q if axis == "q" else kv
+        key = (id(cells), graph.expression(leaf, axis))
+        if key not in same:
+            is_position = graph.nodes[leaf].op is None
+            same[key] = (
+                _of_positions(cells) if is_position else _of_table(graph, leaf, axis, cells, b, h)
+            )
+        pyramids[leaf] = same[key]
+    measured = MeasuredMask(graph, analysis, planes, q, kv, pyramids, constants, groups)
+    top = max(q.levels, kv.levels) - 1
+    everything = torch.arange(len(planes))
+    origin = torch.zeros_like(everything)
+    limited = analysis.limited(measured._leaf_ranges(top, everything, origin, origin))
+    return MeasuredMask(graph, limited, planes, q, kv, pyramids, constants, groups)
+
+
+def run_mask(evaluation: Callable[[], Tensor]) -> Tensor:
+    """Runs part of a user's mask; its failures become ours."""
+    try:
+        return evaluation()
+    except IndexError as error:
+        raise FlexCPError(
+            "captured tensors that cover every position that indexes them",
+            f"an index outside of one: {error}",
+            "make the captured tensor as long as the sequence (and as large as the batch and "
+            "head counts that index it), or clamp the index",
+        ) from error
+    except RuntimeError as error:
+        raise FlexCPError(
+            "a mask_mod that can be evaluated at every position",
+            f"{type(error).__name__}: {error}",
+            "make it a function that is defined for all of its indices",
+        ) from error
+
+
+def _groups(graph: MaskGraph, leaf: int, planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
+    """The (b, h) pairs that a leaf differs for, and which of them each plane has."""
+    reads = graph.nodes[leaf].reads
+    b = planes.b if "b" in reads else torch.zeros_like(planes.b)
+    h = planes.h if "h" in reads else torch.zeros_like(planes.h)
+    pairs, group = torch.unique(torch.stack([b, h]), dim=1, return_inverse=True)
+    return pairs[0], pairs[1], group
+
+
+def _constant(graph: MaskGraph, leaf: int, planes: Planes) -> Tensor:
+    zero = torch.zeros((), dtype=torch.int64)
+    if graph.nodes[leaf].reads:
+        found = run_mask(
+            lambda: graph.evaluate_nodes((leaf,), planes.b, planes.h, zero, zero)[0]
+        ).expand(len(planes))
+    else:
+        found = run_mask(lambda: graph.evaluate_nodes((leaf,), zero, zero, zero, zero)[0]).reshape(
+            ()
+        )
+    return found if found.dtype == torch.bool else found.double()
+
+
+def _of_positions(cells: Axis) -> Pyramid:
+    return Pyramid(cells.first.double()[None], cells.last.double()[None])
+
+
+def _of_table(graph: MaskGraph, leaf: int, axis: str, cells: Axis, b: Tensor, h: Tensor) -> Pyramid:
+    zero = torch.zeros((), dtype=torch.int64)
+    extremes: list[tuple[Tensor, ...]] = []
+    b, h = b[:, None, None], h[:, None, None]
+    for chunk in cells.chunks():
+        positions = cells.positions(chunk)
+        q, kv = (positions, zero) if axis == "q" else (zero, positions)
+
+        def table(q: Tensor = q, kv: Tensor = kv) -> Tensor:
+            return graph.evaluate_nodes((leaf,), b, h, q, kv)[0]
+
+        values = run_mask(table).expand(b.shape[0], *positions.shape)
+        extremes.append(tuple(torch.aminmax(values, dim=2)))
+    return measure(extremes, truth=graph.nodes[leaf].dtype == torch.bool)

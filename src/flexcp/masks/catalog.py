@@ -1,0 +1,228 @@
+"""The catalogue of masks that models use, each a one-line function of global positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+from flexcp.masks.mask import Mask
+
+
+def full() -> Mask:
+    """Every query sees every key.
+
+    >>> full()
+    Mask(full)
+    """
+
+    def everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx == q_idx) & (kv_idx == kv_idx) & (b == b) & (h == h)
+
+    return Mask(everything, "full")
+
+
+def causal() -> Mask:
+    """A query sees the keys up to its own position.
+
+    >>> causal()
+    Mask(causal)
+    """
+
+    def not_later(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    return Mask(not_later, "causal")
+
+
+def sliding_window(left: int, right: int = 0) -> Mask:
+    """A query at q sees keys in [q - left, q + right].
+
+    >>> sliding_window(1024)
+    Mask(sliding_window(1024, 0))
+    """
+    _require_count("left", left, minimum=0)
+    _require_count("right", right, minimum=0)
+
+    def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+
+    return Mask(within, f"sliding_window({left}, {right})")
+
+
+def prefix_lm(length: int | Tensor) -> Mask:
+    """Causal, and everyone sees the first `length` keys; a tensor [B] gives one per batch element.
+
+    >>> prefix_lm(128)
+    Mask(prefix_lm(128))
+    >>> prefix_lm(torch.tensor([5, 9]))
+    Mask(prefix_lm([2 lengths]))
+    """
+    if isinstance(length, Tensor):
+        lengths = _require_integers("prefix lengths", length, dims=(1,))
+
+        def per_element(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (q_idx >= kv_idx) | (kv_idx < lengths[b])
+
+        return Mask(per_element, f"prefix_lm([{length.numel()} lengths])")
+    _require_count("length", length, minimum=0)
+
+    def same_for_all(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) | (kv_idx < length)
+
+    return Mask(same_for_all, f"prefix_lm({length})")
+
+
+def document(
+    ids: Tensor | None = None,
+    *,
+    lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
+) -> Mask:
+    """Query and key must belong to the same document.
+
+    Args:
+        ids: Integers [S], or [B, S] for other documents in each batch element; equal ids are the
+            same document, in any order.
+        lengths: Instead of ids: the documents' lengths in order, one list or one per batch element.
+
+    >>> document(torch.tensor([0, 0, 1, 1, 1]))
+    Mask(document)
+    >>> document(lengths=[2, 3]) & causal()
+    Mask(document & causal)
+    """
+    if (ids is None) == (lengths is None):
+        raise FlexCPError(
+            "either document ids or lengths",
+            "both" if ids is not None else "neither",
+            "call document(ids) or document(lengths=[...])",
+        )
+    if ids is None:
+        assert lengths is not None
+        ids = ids_from_lengths(lengths)
+    known = _require_integers("document ids", ids, dims=(1, 2))
+
+    if known.dim() == 1:
+
+        def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return known[q_idx] == known[kv_idx]
+    else:
+
+        def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return known[b, q_idx] == known[b, kv_idx]
+
+    return Mask(same_document, "document")
+
+
+def chunked(size: int) -> Mask:
+    """Query and key must lie in the same chunk of `size` tokens.
+
+    >>> chunked(8192) & causal()
+    Mask(chunked(8192) & causal)
+    """
+    _require_count("size", size, minimum=1)
+
+    def same_chunk(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx // size == kv_idx // size
+
+    return Mask(same_chunk, f"chunked({size})")
+
+
+def block_causal(size: int) -> Mask:
+    """Causal between chunks of `size` tokens, and everything within a chunk.
+
+    >>> block_causal(256)
+    Mask(block_causal(256))
+    """
+    _require_count("size", size, minimum=1)
+
+    def no_later_chunk(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx // size >= kv_idx // size
+
+    return Mask(no_later_chunk, f"block_causal({size})")
+
+
+def global_tokens(count: int) -> Mask:
+    """The first `count` tokens see everything and are seen by everything; nothing else is.
+
+    >>> global_tokens(4) | sliding_window(512, 512)
+    Mask(global_tokens(4) | sliding_window(512, 512))
+    """
+    _require_count("count", count, minimum=0)
+
+    def touches_global(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx < count) | (kv_idx < count)
+
+    return Mask(touches_global, f"global_tokens({count})")
+
+
+def shared_prefix(prefix: int, lengths: Sequence[int]) -> Mask:
+    """One prompt followed by branches: each branch sees the prompt and itself, causally.
+
+    >>> shared_prefix(1000, [200, 300, 250])
+    Mask(shared_prefix(1000, [3 branches]))
+    """
+    _require_count("prefix", prefix, minimum=0)
+    branch = ids_from_lengths([prefix, *lengths])
+
+    def own_branch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & ((kv_idx < prefix) | (branch[q_idx] == branch[kv_idx]))
+
+    return Mask(own_branch, f"shared_prefix({prefix}, [{len(lengths)} branches])")
+
+
+def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+    """Document ids 0, 1, 2, ... from the documents' lengths; [S], or [B, S] from a list of lists.
+
+    >>> ids_from_lengths([2, 1])
+    tensor([0, 0, 1])
+    >>> ids_from_lengths([[2, 1], [1, 2]])
+    tensor([[0, 0, 1],
+            [0, 1, 1]])
+    """
+    if not isinstance(lengths, Tensor) and lengths and isinstance(lengths[0], Sequence):
+        rows = [ids_from_lengths(row) for row in lengths]  # type: ignore[arg-type]
+        sizes = {row.numel() for row in rows}
+        if len(sizes) > 1:
+            raise FlexCPError(
+                "document lengths with the same sum in every batch element",
+                f"sums {sorted(sizes)}",
+                "add the padding as a last document",
+            )
+        return torch.stack(rows)
+    counts = _require_integers("document lengths", torch.as_tensor(lengths), dims=(1, 2))
+    if counts.dim() == 2:
+        return ids_from_lengths([row.tolist() for row in counts])
+    if counts.numel() == 0 or int(counts.min()) < 0:
+        raise FlexCPError(
+            "at least one document length, none negative",
+            str(counts.tolist()) if counts.numel() < 20 else f"{int(counts.min())} among them",
+            "pass the number of tokens of each document",
+        )
+    return torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+
+
+def _require_count(name: str, value: object, *, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise FlexCPError(
+            f"{name} to be an integer of at least {minimum}",
+            f"{value!r}",
+            f"pass {name} as a number of tokens",
+        )
+
+
+def _require_integers(what: str, tensor: object, *, dims: tuple[int, ...]) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        tensor = torch.as_tensor(tensor)
+    integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if not integral or tensor.dim() not in dims:
+        shapes = " or ".join(f"{d}-D" for d in dims)
+        raise FlexCPError(
+            f"{what} as a {shapes} tensor of integers",
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}",
+            "pass one integer per token, [S] or [B, S]"
+            if "ids" in what
+            else "pass a 1-D tensor of integers",
+        )
+    return tensor

@@ -1,0 +1,221 @@
+"""MaskGraph: a mask_mod as a small graph of ATen operations, and its exact evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INPUTS = ("b", "h", "q", "kv")
+"""The four indices of a mask_mod, in argument order; also the names used in `Node.reads`."""
+
+# Operations without the `pointwise` tag that nevertheless act on each element alone.
+_ALSO_POINTWISE = frozenset(
+    {
+        "_to_copy", "alias", "clone", "detach", "empty_like", "full_like", "lift_fresh",
+        "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like", "scalar_tensor",
+        "zeros_like",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An operand that is the result of another node."""
+
+    node: int
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One step of a mask_mod, for a single (b, h, q, kv)."""
+
+    op: Callable[..., Any] | None
+    """The ATen operation; None for an input or a constant."""
+    args: tuple[Any, ...]
+    """Operands: `Ref`s, Python scalars, lists of them."""
+    kwargs: Mapping[str, Any]
+    """Keyword operands, likewise."""
+    value: Tensor | None
+    """The captured tensor, for a constant."""
+    reads: frozenset[str]
+    """Which of the indices ("b", "h", "q", "kv") the result depends on."""
+    dtype: torch.dtype
+    """Type of the result."""
+    compute_dtype: torch.dtype
+    """Type that the operands are promoted to (differs from `dtype` for comparisons)."""
+    shape: tuple[int, ...]
+    """Shape of the result; () for the values that a mask_mod is made of."""
+
+    @property
+    def name(self) -> str:
+        """The operation without its overload: `ge`, `bitwise_and`, `index`, ..."""
+        return op_name(self.op)
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """Indices of the nodes that this one uses."""
+        return tuple(_refs((self.args, tuple(self.kwargs.values()))))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether this node is a captured tensor."""
+        return self.value is not None
+
+
+@dataclass(frozen=True, eq=False)
+class MaskGraph:
+    """What a mask_mod computes, as data.
+
+    The first four nodes are the indices b, h, q and kv. Nodes are in execution order, and
+    subexpressions that occur twice are one node.
+    """
+
+    nodes: tuple[Node, ...]
+    output: int
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Which indices the mask depends on: a mask that ignores b has one plane for all b."""
+        return self.nodes[self.output].reads
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """Whether every step acts on each (b, h, q, kv) alone, so that indices may broadcast."""
+        needed = [self.nodes[index] for index in self.needed((self.output,))]
+        return all(node.op is None or not node.reads or self._acts_alone(node) for node in needed)
+
+    def _acts_alone(self, node: Node) -> bool:
+        if node.shape != ():
+            return False
+        if node.name == "index":
+            table, indices = self.nodes[node.args[0].node], node.args[1]
+            return not table.reads and len(indices) == len(table.shape) and None not in indices
+        tags = node.op.tags if isinstance(node.op, torch._ops.OpOverload) else ()
+        return torch.Tag.pointwise in tags or node.name in _ALSO_POINTWISE
+
+    def evaluate(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """The mask at index tensors that broadcast against each other, exactly.
+
+        The result broadcasts to their common shape, but may be smaller: a causal mask does not
+        depend on b.
+        """
+        return self.evaluate_nodes((self.output,), b, h, q, kv)[0]
+
+    def evaluate_nodes(
+        self, wanted: tuple[int, ...], b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Like `evaluate`, for any nodes of the graph."""
+        if self.is_pointwise:
+            return self._run(wanted, (b, h, q, kv))
+        return self._run_each_alone(wanted, (b, h, q, kv))
+
+    def _run(self, wanted: tuple[int, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        values: dict[int, Tensor] = dict(enumerate(inputs))
+        for index in self.needed(wanted):
+            node = self.nodes[index]
+            if node.value is not None:
+                # Two tensors without dimensions promote as equals, but an index tensor with
+                # dimensions would outrank a captured one without: give it one.
+                lonely = self.is_pointwise and node.value.dim() == 0
+                values[index] = node.value.unsqueeze(0) if lonely else node.value
+            elif node.op is not None:
+                args = _substitute(node.args, values)
+                kwargs = {k: _substitute(v, values) for k, v in node.kwargs.items()}
+                values[index] = node.op(*args, **kwargs)
+        return tuple(values[index] for index in wanted)
+
+    def _run_each_alone(
+        self, wanted: tuple[int, ...], inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Maps over every dimension, leaving each step the scalars that it was written for."""
+        rank = max(x.dim() for x in inputs)
+        inputs = tuple(x.reshape((1,) * (rank - x.dim()) + tuple(x.shape)) for x in inputs)
+        used = self.reads_of(wanted)
+
+        def run(*some: Tensor) -> tuple[Tensor, ...]:
+            return self._run(wanted, some)
+
+        mapped = run
+        shape = []
+        scalars = list(inputs)
+        for dim in reversed(range(rank)):
+            in_dims = tuple(
+                0 if x.shape[dim] > 1 and name in used else None
+                for x, name in zip(inputs, INPUTS, strict=True)
+            )
+            sizes = [x.shape[dim] for x, d in zip(inputs, in_dims, strict=True) if d == 0]
+            shape.append(sizes[0] if sizes else 1)
+            if sizes:
+                mapped = torch.vmap(mapped, in_dims=in_dims)
+        for position, x in enumerate(inputs):
+            keep = [
+                slice(None) if x.shape[dim] > 1 and INPUTS[position] in used else 0
+                for dim in range(rank)
+            ]
+            scalars[position] = x[tuple(keep)]
+        results = mapped(*scalars)
+        return tuple(r.reshape(shape[::-1]) for r in results)
+
+    def needed(self, wanted: Iterable[int]) -> list[int]:
+        """The nodes that these depend on, themselves included, in execution order."""
+        needed: set[int] = set()
+        pending = list(wanted)
+        while pending:
+            index = pending.pop()
+            if index not in needed:
+                needed.add(index)
+                pending.extend(self.nodes[index].operands)
+        return sorted(needed)
+
+    def expression(self, index: int, axis: str) -> Hashable:
+        """What a node computes from one axis, the same for both axes if they are treated alike."""
+        node = self.nodes[index]
+        if node.op is None:
+            return "position" if node.reads == {axis} else index
+        return (
+            node.op,
+            frozen(node.args, lambda ref: self.expression(ref.node, axis)),
+            frozen(tuple(node.kwargs.items()), lambda ref: self.expression(ref.node, axis)),
+        )
+
+    def reads_of(self, wanted: Iterable[int]) -> frozenset[str]:
+        """The indices that any of these nodes depends on."""
+        return frozenset().union(*(self.nodes[index].reads for index in wanted))
+
+
+def op_name(op: object) -> str:
+    """An ATen operation's name without namespace and overload; "" for anything else."""
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op._schema.name).removeprefix("aten::")
+    return ""
+
+
+def _refs(value: Any) -> Iterable[int]:
+    if isinstance(value, Ref):
+        yield value.node
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _refs(item)
+
+
+def frozen(value: Any, of_ref: Callable[[Ref], Hashable]) -> Hashable:
+    """Operands as something that can be a dictionary's key."""
+    if isinstance(value, Ref):
+        return of_ref(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(frozen(item, of_ref) for item in value)
+    # 1, 1.0 and True are equal in Python but not in arithmetic.
+    return (type(value), value)
+
+
+def _substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Ref):
+        return values[value.node]
+    if isinstance(value, (tuple, list)):
+        return type(value)(_substitute(item, values) for item in value)
+    return value

@@ -1,0 +1,236 @@
+"""Range: what is known of a value over a rectangle of (query, key) pairs, and its arithmetic.
+
+A rectangle consists of one or more blocks. Besides the bounds of a value, a Range says what is
+certain to occur in *every* block: so a comparison can be recognised as true somewhere and false
+somewhere in each of a million blocks at once, without looking at any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Op = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of one value, for many rectangles at once.
+
+    Truth values are bool tensors (False < True); numbers are float64, in which every integer that
+    a position can be is exact.
+    """
+
+    lo: Tensor
+    """[T] Nowhere in the rectangle is the value smaller."""
+    hi: Tensor
+    """[T] Nowhere in the rectangle is the value larger."""
+    some_lo: Tensor
+    """[T] Every block of the rectangle has a pair with a value of at most this."""
+    some_hi: Tensor
+    """[T] Every block of the rectangle has a pair with a value of at least this."""
+
+    @classmethod
+    def bounds(cls, lo: Tensor, hi: Tensor) -> Range:
+        """Bounds of which nothing is known to be attained."""
+        return cls(lo, hi, hi, lo)
+
+    @classmethod
+    def exactly(cls, value: Tensor) -> Range:
+        """One known value."""
+        return cls(value, value, value, value)
+
+    @classmethod
+    def anything(cls, *, truth: bool) -> Range:
+        """No knowledge at all."""
+        if truth:
+            return cls.bounds(torch.tensor(False), torch.tensor(True))
+        limit = torch.tensor(torch.inf, dtype=torch.float64)
+        return cls.bounds(-limit, limit)
+
+    @property
+    def is_truth(self) -> bool:
+        """Whether this is a truth value rather than a number."""
+        return self.lo.dtype == torch.bool
+
+    @property
+    def is_one_value(self) -> Tensor:
+        """[T] Whether the value is the same all over the rectangle."""
+        return self.lo == self.hi
+
+    def numbers(self) -> Range:
+        """The same as numbers: False is 0 and True is 1."""
+        if not self.is_truth:
+            return self
+        return Range(*(x.double() for x in (self.lo, self.hi, self.some_lo, self.some_hi)))
+
+    def truths(self) -> Range:
+        """The same as truth values: zero is False."""
+        return self if self.is_truth else negation(equal(self, zero(), disjoint=True))
+
+    def widened(self, margin: Tensor) -> Range:
+        """Bounds moved outwards, for arithmetic that rounds."""
+        return Range.bounds(self.lo - margin, self.hi + margin)
+
+    def largest(self) -> Tensor:
+        """[T] The largest magnitude in the rectangle."""
+        return torch.maximum(self.lo.abs(), self.hi.abs())
+
+
+def zero() -> Range:
+    """The number 0."""
+    return Range.exactly(torch.zeros((), dtype=torch.float64))
+
+
+def rising(op: Op, a: Range, b: Range, *, disjoint: bool) -> Range:
+    """The range of `op(a, b)`, where op never falls when an operand rises.
+
+    `disjoint` says that a and b depend on different axes: then whatever each attains somewhere,
+    they also attain together.
+    """
+    lo, hi = op(a.lo, b.lo), op(a.hi, b.hi)
+    if disjoint:
+        return Range(lo, hi, op(a.some_lo, b.some_lo), op(a.some_hi, b.some_hi))
+    lowest = torch.minimum(op(a.some_lo, b.hi), op(a.hi, b.some_lo))
+    highest = torch.maximum(op(a.some_hi, b.lo), op(a.lo, b.some_hi))
+    return Range(lo, hi, lowest, highest)
+
+
+def rising_alone(op: Callable[[Tensor], Tensor], a: Range) -> Range:
+    """The range of `op(a)`, where op never falls."""
+    return Range(op(a.lo), op(a.hi), op(a.some_lo), op(a.some_hi))
+
+
+def minus(a: Range) -> Range:
+    """The range of -a."""
+    return Range(-a.hi, -a.lo, -a.some_hi, -a.some_lo)
+
+
+def negation(a: Range) -> Range:
+    """The range of `not a`."""
+    return Range(~a.hi, ~a.lo, ~a.some_hi, ~a.some_lo)
+
+
+def at_least(a: Range, b: Range, *, disjoint: bool) -> Range:
+    """The range of a >= b."""
+    return rising(lambda x, y: x >= -y, a, minus(b), disjoint=disjoint)
+
+
+def above(a: Range, b: Range, *, disjoint: bool) -> Range:
+    """The range of a > b."""
+    return rising(lambda x, y: x > -y, a, minus(b), disjoint=disjoint)
+
+
+def equal(a: Range, b: Range, *, disjoint: bool) -> Range:
+    """The range of a == b."""
+    possible = (a.lo <= b.hi) & (b.lo <= a.hi)
+    certain = a.is_one_value & b.is_one_value & (a.lo == b.lo)
+    if disjoint:
+        differs = (a.some_hi > b.some_lo) | (b.some_hi > a.some_lo)
+    else:
+        differs = (a.some_hi > b.hi) | (b.some_hi > a.hi)
+    # A value that takes two values within a block differs from anything that stands still there.
+    still = a.is_one_value | b.is_one_value
+    differs = differs | (still & ((a.some_hi > a.some_lo) | (b.some_hi > b.some_lo)))
+    return Range(certain, possible, ~differs, certain)
+
+
+def both(a: Range, b: Range, *, disjoint: bool) -> Range:
+    """The range of `a and b`."""
+    return rising(torch.logical_and, a, b, disjoint=disjoint)
+
+
+def either(a: Range, b: Range, *, disjoint: bool) -> Range:
+    """The range of `a or b`."""
+    return rising(torch.logical_or, a, b, disjoint=disjoint)
+
+
+def plus(a: Range, b: Range, *, disjoint: bool) -> Range:
+    """The range of a + b."""
+    return rising(torch.add, a, b, disjoint=disjoint)
+
+
+def times(a: Range, b: Range) -> Range:
+    """The range of a * b."""
+    corners = torch.stack(
+        torch.broadcast_tensors(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi)
+    )
+    bounds = Range.bounds(corners.amin(0), corners.amax(0))
+    for x, factor in ((a, b), (b, a)):
+        if factor.lo is factor.hi:  # a known factor keeps what is attained
+            f = factor.lo
+            attained = torch.stack(torch.broadcast_tensors(x.some_lo * f, x.some_hi * f))
+            rises = f >= 0
+            some_lo = torch.where(rises, attained[0], attained[1])
+            some_hi = torch.where(rises, attained[1], attained[0])
+            return Range(bounds.lo, bounds.hi, some_lo, some_hi)
+    return bounds
+
+
+def choice(condition: Range, a: Range, b: Range) -> Range:
+    """The range of `a if condition else b`."""
+    if not (a.is_truth and b.is_truth):
+        a, b = a.numbers(), b.numbers()
+    always, never = condition.lo, ~condition.hi
+    lo, hi = torch.minimum(a.lo, b.lo), torch.maximum(a.hi, b.hi)
+    mixed = Range.bounds(lo, hi)
+
+    def pick(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return torch.where(always, x, torch.where(never, y, z))
+
+    return Range(
+        pick(a.lo, b.lo, mixed.lo),
+        pick(a.hi, b.hi, mixed.hi),
+        pick(a.some_lo, b.some_lo, mixed.some_lo),
+        pick(a.some_hi, b.some_hi, mixed.some_hi),
+    )
+
+
+def magnitude(a: Range) -> Range:
+    """The range of abs(a)."""
+    crosses = (a.lo < 0) & (a.hi > 0)
+    low = torch.where(crosses, 0.0, torch.minimum(a.lo.abs(), a.hi.abs()))
+    positive = a.lo >= 0
+    some_lo = torch.where(positive, a.some_lo, -a.some_hi)
+    some_hi = torch.where(positive, a.some_hi, -a.some_lo)
+    high = a.largest()
+    return Range(low, high, torch.where(crosses, high, some_lo), torch.where(crosses, low, some_hi))
+
+
+def quotient(a: Range, b: Range, rounding: Callable[[Tensor], Tensor]) -> Range:
+    """The range of rounding(a / b), where rounding never falls; nothing is known if b may be 0."""
+    safe = (b.lo > 0) | (b.hi < 0)
+    corners = torch.stack(
+        torch.broadcast_tensors(
+            *(rounding(x / torch.where(safe, y, 1.0)) for x in (a.lo, a.hi) for y in (b.lo, b.hi))
+        )
+    )
+    lo = torch.where(safe, corners.amin(0), -torch.inf)
+    hi = torch.where(safe, corners.amax(0), torch.inf)
+    if b.lo is b.hi and bool((b.lo > 0).all()):
+        return Range(lo, hi, rounding(a.some_lo / b.lo), rounding(a.some_hi / b.lo))
+    return Range.bounds(lo, hi)
+
+
+def modulo(a: Range, b: Range, *, whole: bool) -> Range:
+    """The range of a % b with Python's sign rule; `whole` for integers."""
+    positive = b.lo > 0
+    top = b.hi - 1 if whole else b.hi
+    if b.lo is not b.hi:
+        small = positive & (a.lo >= 0)
+        return Range.bounds(
+            torch.where(positive, 0.0, -torch.inf),
+            torch.where(small, torch.minimum(a.hi, top), torch.where(positive, top, torch.inf)),
+        )
+    m = torch.where(positive, b.lo, 1.0)
+    base = (a.lo / m).floor()
+    one_period = positive & (base == (a.hi / m).floor())
+    offset = base * m
+    lo = torch.where(one_period, a.lo - offset, torch.where(positive, 0.0, -torch.inf))
+    hi = torch.where(one_period, a.hi - offset, torch.where(positive, top, torch.inf))
+    some_lo = torch.where(one_period, a.some_lo - offset, hi)
+    some_hi = torch.where(one_period, a.some_hi - offset, lo)
+    return Range(lo, hi, some_lo, some_hi)

@@ -1,0 +1,1 @@
+"""Helpers for tests of code that uses flexcp, and of flexcp itself."""
