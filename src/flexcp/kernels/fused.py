@@ -1,0 +1,147 @@
+"""PyTorch's fused attention ops, on full rectangles, behind one signature.
+
+Each entry takes q [B, H, L, D], k and v [B, G, L, D] and returns the partial result, or the
+gradients for a given *global* out and lse. What differs between the ops (the layout of lse, its
+padding, whether key heads may be shared) stays in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+Forward = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
+]
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """One fused attention op and what it can do."""
+
+    name: str
+    device: str
+    dtypes: frozenset[torch.dtype]
+    largest_head_dim: int | None
+    forward: Forward
+    """(q, k, v, scale) -> out in the type of q, lse [B, H, L] in float32 (float64 for float64)."""
+    backward: Backward
+    """(grad_out, q, k, v, out, lse, scale) -> dq, dk, dv in the type of q."""
+
+    def refuses(self, q: Tensor, v: Tensor) -> str | None:
+        """Why these tensors can't be given to the op; None if they can."""
+        if q.device.type != self.device:
+            return f"{self.name} runs on {self.device}, not on {q.device.type}"
+        if q.dtype not in self.dtypes:
+            return f"{self.name} does not take {q.dtype}"
+        if q.shape[-1] != v.shape[-1]:
+            return f"{self.name} needs values of the head dim {q.shape[-1]}, not {v.shape[-1]}"
+        if self.largest_head_dim is not None and q.shape[-1] > self.largest_head_dim:
+            return f"{self.name} takes head dims up to {self.largest_head_dim}"
+        return None
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+    return out, lse
+
+
+def _cpu_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, False, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, scale=scale)
+    return out, lse
+
+
+def _cuda_flash_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_lengths = q.new_empty(0, dtype=torch.int32)
+    no_seed = q.new_empty(0, dtype=torch.int64)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse.contiguous(), no_lengths, no_lengths, q.shape[2], k.shape[2],
+        0.0, False, no_seed, no_seed, scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _cuda_efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    k, v = _repeated(q, k), _repeated(q, v)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, False, scale=scale
+    )
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _cuda_efficient_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = k.shape[1]
+    # The op reads lse in rows of 32.
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    no_seed = q.new_empty((), dtype=torch.int64)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, _repeated(q, k), _repeated(q, v), None, out, padded, no_seed, no_seed, 0.0,
+        [True, True, True, False], False, scale=scale,
+    )  # fmt: skip
+    return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+def _cuda_cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, _repeated(q, k), _repeated(q, v), None, True, 0.0, False, False, scale=scale
+    )
+    return out, lse.view(q.shape[:3])
+
+
+def _cuda_cudnn_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = k.shape[1]
+    no_lengths = q.new_empty(0, dtype=torch.int32)
+    no_seed = q.new_empty((), dtype=torch.int64)
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, q, _repeated(q, k), _repeated(q, v), out, lse.unsqueeze(-1).contiguous(),
+        no_seed, no_seed, None, no_lengths, no_lengths, q.shape[2], k.shape[2], 0.0, False,
+        scale=scale,
+    )  # fmt: skip
+    return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+def _repeated(q: Tensor, x: Tensor) -> Tensor:
+    """Key heads repeated for ops that can't share them."""
+    group = q.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """The gradients of repeated key heads, added up."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_SINGLE = _HALF | {torch.float32}
+
+CPU_FLASH = FusedOp(
+    "CPU flash", "cpu", _SINGLE | {torch.float64}, None, _cpu_forward, _cpu_backward
+)
+CUDA_FLASH = FusedOp("CUDA flash", "cuda", _HALF, 256, _cuda_flash_forward, _cuda_flash_backward)
+CUDA_EFFICIENT = FusedOp(
+    "CUDA efficient", "cuda", _SINGLE, None, _cuda_efficient_forward, _cuda_efficient_backward
+)
+CUDA_CUDNN = FusedOp("CUDA cuDNN", "cuda", _HALF, 128, _cuda_cudnn_forward, _cuda_cudnn_backward)
+FUSED_OPS = (CPU_FLASH, CUDA_FLASH, CUDA_CUDNN, CUDA_EFFICIENT)
+"""In order of preference."""

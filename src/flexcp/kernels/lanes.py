@@ -1,0 +1,76 @@
+"""Lanes: the batch elements and heads that share a pattern, as sub-tensors to run at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.kernels.interface import Shapes
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A rectangle of batch elements and heads with one pattern.
+
+    `q_heads` holds as many heads for each of `kv_heads`, in their order.
+    """
+
+    plane: int
+    batches: tuple[int, ...]
+    q_heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+
+
+def lanes_of(shapes: Shapes, batch: int, q_heads: int, kv_heads: int) -> tuple[Lane, ...]:
+    """Every batch element and head in exactly one lane.
+
+    >>> from flexcp.kernels.interface import full_shapes
+    >>> lanes_of(full_shapes(8, 8), 2, 4, 2)
+    (Lane(plane=0, batches=(0, 1), q_heads=(0, 1, 2, 3), kv_heads=(0, 1)),)
+    """
+    group = q_heads // kv_heads
+    found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
+    for b in range(batch):
+        line = shapes.plane_of[b if shapes.batch > 1 else 0]
+        by_plane: dict[int, list[int]] = defaultdict(list)
+        for h in range(q_heads):
+            by_plane[line[h if shapes.heads > 1 else 0]].append(h)
+        for plane, heads in by_plane.items():
+            for chosen, kv in _evenly_grouped(heads, group):
+                found[(plane, chosen, kv)].append(b)
+    return tuple(
+        Lane(plane, tuple(batches), heads, kv) for (plane, heads, kv), batches in found.items()
+    )
+
+
+def _evenly_grouped(heads: list[int], group: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Query heads by how many of them share a key head, with those key heads."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for h in heads:
+        members[h // group].append(h)
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for kv, own in members.items():
+        by_size[len(own)].append(kv)
+    return [(tuple(h for kv in kvs for h in members[kv]), tuple(kvs)) for kvs in by_size.values()]
+
+
+def select(x: Tensor, batches: tuple[int, ...], heads: tuple[int, ...]) -> Tensor:
+    """`x[batches][:, heads]`, as a view where they are consecutive."""
+    for dim, chosen in ((0, batches), (1, heads)):
+        if chosen == tuple(range(chosen[0], chosen[0] + len(chosen))):
+            x = x.narrow(dim, chosen[0], len(chosen))
+        else:
+            x = x.index_select(dim, torch.tensor(chosen, device=x.device))
+    return x
+
+
+def place(
+    target: Tensor, batches: tuple[int, ...], heads: tuple[int, ...], source: Tensor, *, add: bool
+) -> None:
+    """Writes `source` to, or adds it to, `target[batches][:, heads]`."""
+    b = torch.tensor(batches, device=target.device)[:, None]
+    h = torch.tensor(heads, device=target.device)
+    target[b, h] = target[b, h] + source if add else source

@@ -1,0 +1,60 @@
+"""Merging: two partial results of the same rows, over disjoint keys, become one.
+
+A partial result is the pair (out, lse): the softmax-weighted mean of some values, and the log of
+the sum of their weights (natural logarithm). A row that saw nothing has lse -inf and out 0, and
+changes nothing that it is merged with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The result over both sets of keys.
+
+    Args:
+        out: [..., L, D], in the accumulation type (float32, or float64).
+        lse: [..., L], of the same type.
+        other_out: likewise, over keys that `out` did not see.
+        other_lse: likewise.
+
+    >>> nothing = torch.zeros(1, 2), torch.full((1,), -torch.inf)
+    >>> something = torch.ones(1, 2), torch.zeros(1)
+    >>> merge(*nothing, *something)
+    (tensor([[1., 1.]]), tensor([0.]))
+    """
+    total = torch.logaddexp(lse, other_lse)
+    # Where both saw nothing, -inf - -inf would be NaN; any finite number gives the weights 0, 0.
+    anchor = total.masked_fill(total == -torch.inf, 0.0)
+    weight = (lse - anchor).exp_().unsqueeze(-1)
+    other_weight = (other_lse - anchor).exp_().unsqueeze(-1)
+    return (out * weight).addcmul_(other_out, other_weight), total
+
+
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Like `merge`, leaving the result in `out` and `lse`."""
+    total = torch.logaddexp(lse, other_lse)
+    anchor = total.masked_fill(total == -torch.inf, 0.0)
+    out.mul_((lse - anchor).exp_().unsqueeze(-1))
+    out.addcmul_(other_out, (other_lse - anchor).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins one extra logit per head to each row's denominator; it carries no value.
+
+    Args:
+        out: [B, H, L, D] over all keys.
+        lse: [B, H, L] over all keys.
+        sinks: [H] logits.
+
+    >>> out, lse = add_sinks(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1))
+    >>> out.item(), round(lse.exp().item(), 6)
+    (0.5, 2.0)
+    """
+    logits = sinks.to(lse.dtype)[None, :, None]
+    total = torch.logaddexp(lse, logits)
+    anchor = total.masked_fill(total == -torch.inf, 0.0)
+    return out * (lse - anchor).exp_().unsqueeze(-1), total

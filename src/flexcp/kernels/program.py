@@ -1,0 +1,320 @@
+"""The program of a plane: its slabs cut into pieces, in the order in which they run.
+
+A piece is either a large rectangle, which a fused op computes whole, or a strip: at most 128 rows
+and one range of keys, with the few forbidden pairs at its edges, which batched matrix products
+compute. Triangles are halved until they are small, so that what is not a rectangle is a thin
+staircase along the diagonal; a fused op's own causal mode computes up to 512 keys too many per
+row there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.kernels.interface import Plane, Slab
+
+STRIP_ROWS = 128
+"""Rows of a strip: fewer compute fewer forbidden pairs, more make better matrix products."""
+_STRIP_PAIRS = STRIP_ROWS * 4096
+"""A strip with more pairs is cut into several ranges of keys."""
+_FUSED_ROWS = 768
+"""The CPU op works on 256 rows at a time from here on; below, strips are as fast."""
+_FUSED_KEYS = 512
+_TRIANGLE = 1024
+"""Rows up to which a triangle is computed by strips alone."""
+_BAND = 3072
+"""Keys per row from which a band has a rectangle inside that is worth a fused call."""
+_CALL = 4096
+"""What starting a piece costs, in pairs per head."""
+_EFFICIENCY = {128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
+"""Speed of strips by their rows, relative to the best."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forbidden:
+    """Columns of a piece, counted from its first, in which some pairs may not attend."""
+
+    c0: int
+    c1: int
+    pairs: Tensor
+    """bool [rows, c1 - c0] True where the pair may not attend."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A rectangle [q0, q1) x [k0, k1) to compute in one go."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    fused: bool
+    """Whether a fused op computes it; then nothing in it is forbidden."""
+    fresh: bool
+    """Whether no piece before it has any of its rows."""
+    forbidden: tuple[Forbidden, ...] = ()
+    has_blind_rows: bool = False
+    """Whether some row sees nothing in this piece."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self.q1 - self.q0
+
+    @property
+    def keys(self) -> int:
+        """How many keys."""
+        return self.k1 - self.k0
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """All pieces of a plane: together they cover each allowed pair once."""
+
+    pieces: tuple[Piece, ...]
+    writes_every_row: bool
+    """Whether each row's first piece is fresh; then results may start as uninitialised memory."""
+
+    @property
+    def largest_strip(self) -> int:
+        """Pairs of the largest piece that no fused op computes."""
+        return max((p.rows * p.keys for p in self.pieces if not p.fused), default=0)
+
+    @property
+    def computed(self) -> int:
+        """Pairs that are computed, the forbidden ones among them included."""
+        return sum(p.rows * p.keys for p in self.pieces)
+
+
+@dataclass(frozen=True)
+class _Strip:
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    slabs: tuple[Slab, ...]
+
+    @property
+    def cost(self) -> float:
+        return _CALL + (self.q1 - self.q0) * (self.k1 - self.k0)
+
+
+def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
+    """The pieces of a plane. Without `fused`, all of them are strips.
+
+    >>> from flexcp.kernels.interface import causal_shapes
+    >>> program = make_program(causal_shapes(4096).planes[0], 4096, fused=True)
+    >>> [(p.q0, p.q1, p.k0, p.k1) for p in program.pieces if p.fused]
+    [(1024, 2048, 0, 1024), (2048, 4096, 0, 2048), (3072, 4096, 2048, 3072)]
+    >>> len([p for p in program.pieces if not p.fused])
+    32
+    """
+    rectangles: list[Slab] = []
+    strips: list[_Strip] = []
+    for slab in plane.slabs:
+        for part in _parts(slab, fused):
+            if fused and _worth_a_fused_call(part):
+                rectangles.append(part)
+            else:
+                strips.extend(_strips(part))
+    covered = torch.zeros(q_len, dtype=torch.bool)
+    written = torch.zeros(q_len, dtype=torch.bool)
+    pieces: list[Piece] = []
+
+    def add(q0: int, q1: int, k0: int, k1: int, **details: object) -> None:
+        fresh = not bool(covered[q0:q1].any())
+        covered[q0:q1] = True
+        if fresh:
+            written[q0:q1] = True
+        pieces.append(Piece(q0, q1, k0, k1, fresh=fresh, **details))  # type: ignore[arg-type]
+
+    for r in sorted(rectangles, key=lambda s: (s.q0, s.k0)):
+        add(r.q0, r.q1, r.k0, r.k1, fused=True)
+    known: dict[object, list[tuple[int, int, tuple[Forbidden, ...], bool]]] = {}
+    for strip in _joined_if_cheaper(strips):
+        for c0, c1, forbidden, blind in _edges(strip, known):
+            add(
+                strip.q0,
+                strip.q1,
+                strip.k0 + c0,
+                strip.k0 + c1,
+                fused=False,
+                forbidden=forbidden,
+                has_blind_rows=blind,
+            )
+    for q0, q1, k0, k1, bits in _tile_runs(plane):
+        forbidden, blind = _forbidden(bits)
+        add(q0, q1, k0, k1, fused=False, forbidden=forbidden, has_blind_rows=blind)
+    return Program(tuple(pieces), bool(written.all()))
+
+
+def _worth_a_fused_call(slab: Slab) -> bool:
+    return slab.is_rectangle and slab.rows >= _FUSED_ROWS and slab.k1 - slab.k0 >= _FUSED_KEYS
+
+
+def _parts(slab: Slab, fused: bool) -> Iterator[Slab]:
+    """The slab cut so that as much as possible is large rectangles."""
+    steps = (slab.k0_step, slab.k1_step)
+    if not fused or slab.rows < _FUSED_ROWS:
+        yield slab
+    elif steps == (0, 1):
+        yield from _trapezoid(slab)
+    elif steps == (1, 0):
+        yield from _inverse_trapezoid(slab)
+    elif steps == (1, 1) and slab.k1 - slab.k0 >= _BAND:
+        for q0 in range(slab.q0, slab.q1, _TRIANGLE):
+            yield from _band(slab.cut(q0, min(q0 + _TRIANGLE, slab.q1)))
+    else:
+        yield slab
+
+
+def _trapezoid(slab: Slab) -> Iterator[Slab]:
+    """Row i sees [k0, k1 + i): the keys that all rows see, and a triangle."""
+    base = slab.k1 - 1
+    if slab.rows >= _FUSED_ROWS and base - slab.k0 >= _FUSED_KEYS:
+        yield Slab(slab.q0, slab.q1, slab.k0, base)
+        slab = Slab(slab.q0, slab.q1, base, slab.k1, 0, 1)
+    if slab.rows <= _TRIANGLE:
+        yield slab
+        return
+    middle = slab.q0 + _half(slab.rows)
+    yield from _trapezoid(slab.cut(slab.q0, middle))
+    yield from _trapezoid(slab.cut(middle, slab.q1))
+
+
+def _inverse_trapezoid(slab: Slab) -> Iterator[Slab]:
+    """Row i sees [k0 + i, k1): the keys that all rows see, and a triangle on its head."""
+    last = slab.k0 + slab.rows - 1
+    if slab.rows >= _FUSED_ROWS and slab.k1 - last - 1 >= _FUSED_KEYS:
+        yield Slab(slab.q0, slab.q1, last + 1, slab.k1)
+        slab = Slab(slab.q0, slab.q1, slab.k0, last + 1, 1, 0)
+    if slab.rows <= _TRIANGLE:
+        yield slab
+        return
+    middle = slab.q0 + _half(slab.rows)
+    yield from _inverse_trapezoid(slab.cut(slab.q0, middle))
+    yield from _inverse_trapezoid(slab.cut(middle, slab.q1))
+
+
+def _band(slab: Slab) -> Iterator[Slab]:
+    """Row i sees [k0 + i, k1 + i): a rectangle between two triangles."""
+    last = slab.k0 + slab.rows - 1
+    if slab.rows == 1 or slab.k1 - last < _FUSED_KEYS:
+        yield slab
+        return
+    yield Slab(slab.q0, slab.q1 - 1, slab.k0, last, 1, 0)
+    yield Slab(slab.q0, slab.q1, last, slab.k1)
+    yield Slab(slab.q0 + 1, slab.q1, slab.k1, slab.k1 + 1, 0, 1)
+
+
+def _half(rows: int) -> int:
+    return -(-rows // (2 * STRIP_ROWS)) * STRIP_ROWS
+
+
+def _strips(slab: Slab) -> Iterator[_Strip]:
+    """The slab in strips of the number of rows that costs least."""
+
+    def cost(rows: int) -> float:
+        k0, k1 = slab.cut(slab.q0, min(slab.q0 + rows, slab.q1)).bounds
+        # The first strip of a triangle is not typical of it; its mean row is.
+        widest = (k1 - k0) + (slab.area // slab.rows - (slab.k1 - slab.k0))
+        return -(-slab.rows // rows) * (_CALL + rows * widest / _EFFICIENCY[rows])
+
+    rows = min(_EFFICIENCY, key=cost)
+    for q0 in range(slab.q0, slab.q1, rows):
+        part = slab.cut(q0, min(q0 + rows, slab.q1))
+        yield _Strip(part.q0, part.q1, *part.bounds, (part,))
+
+
+def _joined_if_cheaper(strips: list[_Strip]) -> list[_Strip]:
+    """Small neighbours (short documents, say) computed together where that costs less."""
+    result: list[_Strip] = []
+    for strip in sorted(strips, key=lambda s: (s.q0, s.k0)):
+        if result:
+            last = result[-1]
+            both = _Strip(
+                min(last.q0, strip.q0),
+                max(last.q1, strip.q1),
+                min(last.k0, strip.k0),
+                max(last.k1, strip.k1),
+                last.slabs + strip.slabs,
+            )
+            if both.q1 - both.q0 <= STRIP_ROWS and both.cost <= last.cost + strip.cost:
+                result[-1] = both
+                continue
+        result.append(strip)
+    return result
+
+
+def _edges(
+    strip: _Strip, known: dict[object, list[tuple[int, int, tuple[Forbidden, ...], bool]]]
+) -> list[tuple[int, int, tuple[Forbidden, ...], bool]]:
+    """Ranges of columns of the strip, each with what is forbidden in it.
+
+    Strips that differ only in where they are share their edges.
+    """
+    key = (
+        strip.q1 - strip.q0,
+        strip.k1 - strip.k0,
+        tuple(
+            (
+                s.q0 - strip.q0,
+                s.q1 - strip.q0,
+                s.k0 - strip.k0,
+                s.k1 - strip.k0,
+                s.k0_step,
+                s.k1_step,
+            )
+            for s in strip.slabs
+        ),
+    )
+    if key not in known:
+        allowed = torch.zeros(strip.q1 - strip.q0, strip.k1 - strip.k0, dtype=torch.bool)
+        column = torch.arange(strip.k0, strip.k1)
+        for s in strip.slabs:
+            i = torch.arange(s.rows)[:, None]
+            inside = (column >= s.k0 + i * s.k0_step) & (column < s.k1 + i * s.k1_step)
+            allowed[s.q0 - strip.q0 : s.q1 - strip.q0] |= inside
+        width = max(1, _STRIP_PAIRS // allowed.shape[0])
+        known[key] = [
+            (c0, min(c0 + width, allowed.shape[1]), *_forbidden(allowed[:, c0 : c0 + width]))
+            for c0 in range(0, allowed.shape[1], width)
+        ]
+    return known[key]
+
+
+def _forbidden(allowed: Tensor) -> tuple[tuple[Forbidden, ...], bool]:
+    """What may not attend, by ranges of columns; and whether some row sees nothing at all."""
+    some = (~allowed.all(dim=0)).nonzero()[:, 0]
+    if some.numel() == 0:
+        return (), False
+    breaks = (some.diff() > STRIP_ROWS).nonzero()[:, 0]
+    first = torch.cat([some[:1], some[breaks + 1]]).tolist()
+    last = torch.cat([some[breaks], some[-1:]]).tolist()
+    ranges = tuple(
+        Forbidden(c0, c1 + 1, (~allowed[:, c0 : c1 + 1]).contiguous())
+        for c0, c1 in zip(first, last, strict=True)
+    )
+    return ranges, not bool(allowed.any(dim=1).all())
+
+
+def _tile_runs(plane: Plane) -> Iterator[tuple[int, int, int, int, Tensor]]:
+    """Tiles side by side, joined up to the size of a strip."""
+    tiles = sorted(plane.tiles, key=lambda t: (t.q0, t.k0))
+    at = 0
+    while at < len(tiles):
+        run = [tiles[at]]
+        while at + len(run) < len(tiles):
+            after = tiles[at + len(run)]
+            if (after.q0, after.q1, after.k0) != (run[0].q0, run[0].q1, run[-1].k1):
+                break
+            if (after.q1 - after.q0) * (after.k1 - run[0].k0) > _STRIP_PAIRS:
+                break
+            run.append(after)
+        bits = torch.cat([t.bits for t in run], dim=1)
+        yield run[0].q0, run[0].q1, run[0].k0, run[-1].k1, bits
+        at += len(run)

@@ -1,0 +1,141 @@
+"""The registry: which kernel computes a call, chosen by device, type and need, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+from flexcp.kernels.fused import FUSED_OPS, FusedOp
+
+KERNELS = {
+    "flash": "large rectangles on PyTorch's fused ops, the rest in strips of matrix products",
+    "scored": "strips of matrix products, with any score_mod",
+    "flex": "PyTorch's compiled FlexAttention, on CUDA",
+    "reference": "dense and eager, with an S x S matrix; the oracle",
+}
+"""What can be asked for by name."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel and the reasons for it."""
+
+    kernel: str
+    fused: FusedOp | None
+    """The op for large rectangles; None where all is computed in strips."""
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"{self.kernel}: {KERNELS[self.kernel]}"] + [f"- {r}" for r in self.reasons]
+        )
+
+
+def choose(
+    q: Tensor,
+    v: Tensor,
+    *,
+    score_mod: bool = False,
+    max_scores: bool = False,
+    is_one_rectangle: bool = False,
+    kernel: str | None = None,
+) -> Choice:
+    """The kernel for a call.
+
+    Args:
+        q: [B, H, Lq, D].
+        v: [B, G, Lkv, Dv].
+        score_mod: whether there is a function on the scores.
+        max_scores: whether each row's largest score is wanted.
+        is_one_rectangle: whether every query sees every key.
+        kernel: a kernel's name, to have that one or an error.
+    """
+    if kernel is not None and kernel not in KERNELS:
+        raise FlexCPError(
+            f"kernel to be one of {', '.join(map(repr, KERNELS))}", repr(kernel), "or leave it out"
+        )
+    if kernel == "reference":
+        return Choice("reference", None, ("it was asked for by name",))
+    asked = () if kernel is None else ("it was asked for by name",)
+    if kernel == "flex" or (kernel is None and q.device.type == "cuda" and not is_one_rectangle):
+        _require_flex(q)
+        return Choice("flex", None, (*asked, "CUDA tensors, and a mask or score_mod to compile in"))
+    if kernel == "flash" and score_mod:
+        raise FlexCPError(
+            "a kernel that takes a score_mod",
+            "kernel 'flash'",
+            "ask for 'scored', or leave the kernel out",
+        )
+    if score_mod or kernel == "scored":
+        why = "a score_mod" if score_mod else "strips were asked for"
+        return Choice("scored", None, (*asked, why))
+    if max_scores:
+        return Choice(
+            "flash", None, (*asked, "strips only: fused ops don't return the largest scores")
+        )
+    fused, reasons = _fused_op(q, v)
+    return Choice("flash", fused, (*asked, *reasons))
+
+
+def explain(
+    q: Tensor,
+    v: Tensor,
+    *,
+    score_mod: object = None,
+    max_scores: bool = False,
+    is_one_rectangle: bool = False,
+    kernel: str | None = None,
+) -> str:
+    """Which kernel is chosen for a call, and why, for a person.
+
+    >>> x = torch.zeros(1, 4, 8, 16)
+    >>> print(explain(x, x, score_mod=lambda s, b, h, q, kv: s))
+    scored: strips of matrix products, with any score_mod
+    - a score_mod
+    """
+    return str(
+        choose(
+            q,
+            v,
+            score_mod=score_mod is not None,
+            max_scores=max_scores,
+            is_one_rectangle=is_one_rectangle,
+            kernel=kernel,
+        )
+    )
+
+
+def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
+    refusals: list[str] = []
+    for op in FUSED_OPS:
+        if op.device != q.device.type:
+            continue
+        why_not = op.refuses(q, v)
+        if why_not is None and _leaves_threads_idle(q):
+            why_not = f"{op.name} runs one batch element and head per thread; there are too few"
+        if why_not is None:
+            return op, (*refusals, f"{op.name} takes {q.dtype} on {q.device.type}")
+        refusals.append(why_not)
+    if not refusals:
+        refusals.append(f"no fused op is known for {q.device.type}")
+    return None, (*refusals, "so all is computed in strips")
+
+
+def _leaves_threads_idle(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[0] * q.shape[1] < torch.get_num_threads()
+
+
+def _require_flex(q: Tensor) -> None:
+    if q.device.type != "cuda":
+        raise FlexCPError(
+            "CUDA tensors for the kernel 'flex'",
+            f"tensors on {q.device.type}",
+            "leave the kernel out: compiled FlexAttention has no backward pass there",
+        )
+    if q.dtype == torch.float64:
+        raise FlexCPError(
+            "float32, bfloat16 or float16 for the kernel 'flex'", "float64", "ask for 'scored'"
+        )

@@ -1,0 +1,214 @@
+"""Score functions: what a score_mod does, found out by watching it once, and its use on tiles.
+
+A score_mod is written for one score. If all it does acts on each score alone (arithmetic, and
+lookups in captured tensors), it may be called on a whole tile with indices that broadcast, which
+is as fast as the arithmetic; otherwise it is mapped over the tile by `torch.func.vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexcp.errors import FlexCPError
+from flexcp.masks.trace import describe
+
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A FlexAttention score_mod of (score, b, h, q_idx, kv_idx)."""
+
+# Without the `pointwise` tag, but acting on each element alone all the same.
+_ALSO_POINTWISE = frozenset(
+    {
+        "_to_copy", "alias", "clone", "detach", "empty_like", "full_like", "lift_fresh",
+        "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreMod:
+    """A score_mod together with what has been found out about it."""
+
+    function: ScoreFunction
+    captured: tuple[Tensor, ...]
+    """Tensors that it uses and that need a gradient."""
+    on_tiles: bool
+    """Whether it may be called on a whole tile at once."""
+    changes_score: bool
+    """Whether it changes its score argument in place."""
+
+    def apply(self, tile: Tensor, b_N: Tensor, h_NR: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: N803
+        """The scores of a tile [N, R, T, U], modified, in a tensor of their own or in `tile`."""
+        score = tile.clone() if self.changes_score else tile
+        if self.on_tiles:
+            result = self.function(
+                score, b_N[:, None, None, None], h_NR[:, :, None, None], q[:, None], kv
+            )
+        else:
+            result = _mapped(self.function)(score, b_N, h_NR, q, kv)
+        if result.dtype != tile.dtype:
+            raise _changes_dtype(self.function, tile.dtype, result.dtype)
+        if result.shape != tile.shape or 0 in result.stride():
+            result = result.expand(tile.shape).clone()
+        return result
+
+    def pull_back(
+        self, tile: Tensor, modified: Tensor, gradient: Tensor, sums: list[Tensor]
+    ) -> Tensor:
+        """The gradient of the tile; those of captured tensors are added to `sums`."""
+        if not modified.requires_grad:
+            return torch.zeros_like(gradient)
+        grads = torch.autograd.grad(modified, (tile, *self.captured), gradient, allow_unused=True)
+        for total, grad in zip(sums, grads[1:], strict=True):
+            if grad is not None:
+                total += grad
+        return torch.zeros_like(gradient) if grads[0] is None else grads[0]
+
+
+def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -> ScoreMod:
+    """Calls a score_mod once, on one score, and looks at what it does.
+
+    >>> slope = torch.tensor([0.5], requires_grad=True)
+    >>> mod = examine(lambda s, b, h, q, kv: s - slope[h] * (q - kv),
+    ...               torch.float32, torch.device("cpu"))
+    >>> mod.on_tiles, len(mod.captured)
+    (True, 1)
+    """
+    if not callable(function):
+        raise FlexCPError(
+            "score_mod to be a function of (score, b, h, q_idx, kv_idx)",
+            f"{function!r} of type {type(function).__name__}",
+            "pass a function, or None",
+        )
+    try:
+        watcher = _Watcher()
+        result = watcher.watch(function, _inputs(dtype, device, dims=4))
+        on_tiles = watcher.acts_alone
+    except FlexCPError:
+        raise
+    except Exception:  # not written for tiles; if it fails on single scores too, that is raised
+        on_tiles = False
+    if not on_tiles:
+        watcher = _Watcher()
+        result = watcher.watch(_mapped(function), _inputs(dtype, device, dims=0))
+    if not isinstance(result, Tensor):
+        raise FlexCPError(
+            "score_mod to return a tensor",
+            f"{result!r} of type {type(result).__name__} from {describe(function)}",
+            "return the modified score",
+        )
+    if result.dtype != dtype:
+        raise _changes_dtype(function, dtype, result.dtype)
+    if result.numel() != 1 or result.dim() > 4:
+        raise FlexCPError(
+            "score_mod to return one score (shape ()) for one score",
+            f"shape {tuple(result.shape[4:])} from {describe(function)}",
+            "index captured tensors in all of their dimensions, as in bias[h, q_idx, kv_idx]",
+        )
+    return ScoreMod(function, tuple(watcher.captured), on_tiles, watcher.changes_score)
+
+
+def _changes_dtype(function: ScoreFunction, expected: torch.dtype, got: torch.dtype) -> FlexCPError:
+    return FlexCPError(
+        f"score_mod to return dtype {expected}, the type of the scores",
+        f"{got} from {describe(function)}",
+        "convert what it adds or multiplies with, or end with .to(score.dtype)",
+    )
+
+
+def _inputs(dtype: torch.dtype, device: torch.device, dims: int) -> list[Tensor]:
+    """One score and its indices: as a tile [1, 1, 1, 1], or as what `_mapped` takes."""
+    score = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    if dims == 4:
+        four = index.view(1, 1, 1, 1)
+        return [score, four, four.clone(), four.clone(), four.clone()]
+    return [score, index, index.view(1, 1), index.clone(), index.clone()]
+
+
+def _mapped(function: ScoreFunction) -> Callable[..., Tensor]:
+    """The function on scores [N, R, T, U] with b [N], h [N, R], q [T], kv [U]."""
+    mapped: Callable[..., Tensor] = function
+    for dims in (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, 0, None, None),
+    ):
+        mapped = torch.func.vmap(mapped, in_dims=dims)
+    return mapped
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes which tensors a function captures, and whether it treats each score alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.captured: list[Tensor] = []
+        self.acts_alone = True
+        self.changes_score = False
+        self._touched: dict[int, Tensor] = {}
+        self._made_here: dict[int, Tensor] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def watch(self, function: Callable[..., Any], inputs: list[Tensor]) -> object:
+        """Calls `function` on `inputs`."""
+        self._touched = {id(x): x for x in inputs}
+        with torch.enable_grad(), self:
+            result = function(*inputs)
+        if isinstance(result, Tensor) and id(result) not in self._touched:
+            self._note(result)
+        return result.detach() if isinstance(result, Tensor) else result
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = _tensors((args, tuple(kwargs.values())))
+        touched = any(id(x) in self._touched for x in operands)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise FlexCPError(
+                "score_mod to be a function of its arguments",
+                f"a random number ({func}) in it",
+                "draw it once outside and capture the tensor: the backward pass calls it again",
+            )
+        for x in operands:
+            if id(x) not in self._touched and id(x) not in self._made_here:
+                self._note(x)
+        result = func(*args, **kwargs)
+        for made in _tensors(result):
+            (self._touched if touched else self._made_here)[id(made)] = made
+        if touched:
+            self.acts_alone &= self._alone(func, args)
+            if func._schema.is_mutable:
+                self.changes_score = True
+        return result
+
+    def _note(self, x: Tensor) -> None:
+        if x.requires_grad and all(x is not known for known in self.captured):
+            self.captured.append(x)
+
+    def _alone(self, func: torch._ops.OpOverload, args: Any) -> bool:
+        name = func._schema.name.split("::")[1]
+        if name == "index":
+            table, indices = args
+            every = len(indices) == table.dim() and all(i is not None for i in indices)
+            integers = every and all(i.dtype != torch.bool for i in indices)
+            return integers and id(table) not in self._touched
+        return torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in _tensors(item)]
+    return []
