@@ -50,9 +50,9 @@ def _areas(
     if not bool(exists.all()):
         i, j, total, tile = i[exists], j[exists], total[exists], tile[exists]
     planes = plane.expand(i.shape)
-    found = fine.ranges(0, planes, i, j)
-    area = torch.where(found.lo, total, 0)
-    open_ = torch.nonzero(found.hi & ~found.lo).squeeze(1)
+    surely, possibly = fine.bounds(planes, i, j)
+    area = torch.where(surely, total, 0)
+    open_ = torch.nonzero(possibly & ~surely).squeeze(1)
     for at in in_parts(open_, _MOST_PAIRS // (_PIECE * _PIECE)):
         area[at] = count_pairs(fine, planes[at], i[at], j[at])[0]
     return torch.zeros(row.numel(), dtype=torch.int64).index_add_(0, tile, area)

@@ -11,8 +11,8 @@ from torch import Tensor
 from flexcp.masks.ranges import Range
 
 _EXACT = 2.0**52
-_CHUNK = 1 << 21
-"""Positions evaluated at a time."""
+_CHUNK = 1 << 17
+"""Positions evaluated at a time: few enough to stay in a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,18 @@ class Axis:
             found[short] = torch.minimum(found[short], last[short][:, None])
         return found
 
+    def every_position(self) -> Tensor:
+        """int64 [S] All positions of the axis in order."""
+        return torch.arange(int(self.first[0]), int(self.last.max()) + 1)
+
+    def pyramid_of(self, values: Tensor) -> Pyramid:
+        """The pyramid of values [groups, S] that are given for every position."""
+        extremes = [
+            tuple(torch.aminmax(values[:, self.positions(chunk) - self.first[0]], dim=2))
+            for chunk in self.chunks()
+        ]
+        return measure(extremes, truth=values.dtype == torch.bool)
+
     def chunks(self) -> list[slice]:
         """The cells in pieces whose positions may be evaluated at once."""
         width = max(int((self.last - self.first).max()) + 1, 1)
@@ -98,11 +110,18 @@ class Pyramid:
             )
         return self._levels[level]
 
-    def take(self, level: int, group: Tensor, node: Tensor) -> Range:
-        """The ranges of some nodes of a level, as [T]."""
+    def rises(self) -> bool:
+        """Whether no cell has a value above one of a later cell."""
+        cells = self._levels[0]
+        return bool((cells.hi[:, :-1] <= cells.lo[:, 1:]).all())
+
+    def take(self, level: int, group: Tensor, node: Tensor, *, attained: bool = True) -> Range:
+        """The ranges of some nodes of a level, as [T]; without what is attained if not asked."""
         found = self.at(level)
         flat = node if found.lo.shape[0] == 1 else group * found.lo.shape[1] + node
         lo, hi = found.lo.view(-1)[flat], found.hi.view(-1)[flat]
+        if not attained:
+            return Range.bounds(lo, hi)
         if found.some_lo is found.lo:  # single cells attain their extremes
             return Range(lo, hi, lo, hi)
         return Range(lo, hi, found.some_lo.view(-1)[flat], found.some_hi.view(-1)[flat])

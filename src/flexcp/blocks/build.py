@@ -6,10 +6,12 @@ from flexcp.blocks.axis import Axis
 from flexcp.blocks.descent import Descent
 from flexcp.blocks.grid import BlockGrid
 from flexcp.blocks.measured import Planes, measure_mask
+from flexcp.eager import never_compiled
 from flexcp.errors import FlexCPError
 from flexcp.masks import Mask, MaskMod, as_mask, trace_mask
 
 
+@never_compiled
 def build_block_grid(
     mask: Mask | MaskMod,
     q_len: int,

@@ -21,6 +21,8 @@ _FIRST_RECTANGLES = 1 << 10
 """Rectangles that the search begins with, at most."""
 _MOST_PAIRS = 1 << 22
 """Pairs evaluated together."""
+_SAMPLES = (2, 8)
+"""Queries, and keys, that an open block is probed at: its corners, then more."""
 
 
 @dataclass
@@ -129,11 +131,15 @@ class Descent:
 
     def _settle(self, blocks: Rectangles) -> Runs:
         """The kinds of blocks by looking at their pairs."""
-        kind = torch.empty(len(blocks), dtype=torch.int8)
+        kind = torch.zeros(len(blocks), dtype=torch.int8)
         self.effort.probed += len(blocks)
-        for at in in_parts(torch.arange(len(blocks)), _MOST_PAIRS // 9):
-            kind[at] = self._kinds_of_samples(blocks.plane[at], blocks.i[at], blocks.j[at])
-        unsure = torch.nonzero(kind != BlockKind.PARTIAL).squeeze(1)
+        unsure = torch.arange(len(blocks))
+        for samples in _SAMPLES:
+            for at in in_parts(unsure, _MOST_PAIRS // samples**2):
+                kind[at] = self._kinds_of_samples(
+                    blocks.plane[at], blocks.i[at], blocks.j[at], samples
+                )
+            unsure = unsure[kind[unsure] != BlockKind.PARTIAL]
         self.effort.evaluated += unsure.numel()
         for at in in_parts(unsure, self.blocks_at_once()):
             allowed, total = self.count_pairs(blocks.plane[at], blocks.i[at], blocks.j[at])
@@ -142,13 +148,15 @@ class Descent:
             ).to(torch.int8)
         return self._as_runs(0, blocks, kind)
 
-    def _kinds_of_samples(self, plane: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def _kinds_of_samples(self, plane: Tensor, i: Tensor, j: Tensor, samples: int) -> Tensor:
+        """PARTIAL where pairs spread over a block differ; EMPTY where they don't tell."""
+        step = torch.arange(samples)[:, None]
         q, kv = (
-            torch.stack([axis.first[at], (axis.first[at] + axis.last[at]) // 2, axis.last[at]], 1)
+            axis.first[at] + (axis.last[at] - axis.first[at]) * step // (samples - 1)
             for axis, at in ((self.mask.q, i), (self.mask.kv, j))
         )
-        seen = self.mask.evaluate(plane[:, None, None], q[:, :, None], kv[:, None, :]).flatten(1)
-        mixed = seen.any(1) & ~seen.all(1)
+        seen = self.mask.evaluate(plane, q[:, None], kv[None, :]).flatten(0, 1)
+        mixed = seen.any(0) & ~seen.all(0)
         return torch.where(mixed, int(BlockKind.PARTIAL), int(BlockKind.EMPTY)).to(torch.int8)
 
     def blocks_at_once(self) -> int:
@@ -164,14 +172,14 @@ class Descent:
 def count_pairs(mask: MeasuredMask, plane: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """int64 Allowed pairs, and all pairs, of some cells of a mask."""
     height, width = mask.q.sizes[i], mask.kv.sizes[j]
-    rows, cols = torch.arange(int(height.max())), torch.arange(int(width.max()))
-    q = mask.q.first[i][:, None] + rows
-    kv = mask.kv.first[j][:, None] + cols
+    # Cells vary fastest: the innermost loops of the evaluation are then long and contiguous.
+    rows = torch.arange(int(height.max()))[:, None, None]
+    cols = torch.arange(int(width.max()))[None, :, None]
+    q, kv = mask.q.first[i] + rows, mask.kv.first[j] + cols
     ragged = bool((height < rows.numel()).any() | (width < cols.numel()).any())
     if ragged:
-        q = torch.minimum(q, mask.q.last[i][:, None])
-        kv = torch.minimum(kv, mask.kv.last[j][:, None])
-    allowed = mask.evaluate(plane[:, None, None], q[:, :, None], kv[:, None, :])
+        q, kv = torch.minimum(q, mask.q.last[i]), torch.minimum(kv, mask.kv.last[j])
+    allowed = mask.evaluate(plane, q, kv)
     if ragged:
-        allowed = allowed & (rows < height[:, None])[:, :, None] & (cols < width[:, None])[:, None]
-    return allowed.flatten(1).sum(1), height * width
+        allowed = allowed & (rows < height) & (cols < width)
+    return allowed.flatten(0, 1).sum(0), height * width

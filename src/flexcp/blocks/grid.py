@@ -17,6 +17,7 @@ from flexcp.blocks.picture import as_text, coverage
 from flexcp.blocks.runs import BlockKind, Runs
 from flexcp.errors import FlexCPError
 from flexcp.masks import Mask
+from flexcp.tokens import new_token
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -63,6 +64,11 @@ class BlockGrid:
     """Global position of the first key."""
     effort: Effort | None = field(default=None)
     """What building it took, if it was built from a mask."""
+    token: Tensor = field(init=False)
+    """Stands for this grid in compiled graphs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token", new_token(self))
 
     @property
     def batch(self) -> int:

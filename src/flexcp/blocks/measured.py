@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexcp.blocks.axis import Axis, Pyramid, measure
+from flexcp.blocks.relabel import renumbered, unsorted_equalities
 from flexcp.errors import FlexCPError
 from flexcp.masks.graph import MaskGraph
 from flexcp.masks.intervals import Analysis, analyse
@@ -65,7 +66,15 @@ class MeasuredMask:
             *(x.expand(i.shape) for x in (found.lo, found.hi, found.some_lo, found.some_hi))
         )
 
-    def _leaf_ranges(self, level: int, plane: Tensor, i: Tensor, j: Tensor) -> dict[int, Range]:
+    def bounds(self, plane: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """Bool [T] Whether the mask surely holds, and whether it may hold somewhere, on cells."""
+        leaves = self._leaf_ranges(0, plane, i, j, attained=False)
+        found = self.analysis.output_range(leaves)
+        return found.lo.expand(i.shape), found.hi.expand(i.shape)
+
+    def _leaf_ranges(
+        self, level: int, plane: Tensor, i: Tensor, j: Tensor, *, attained: bool = True
+    ) -> dict[int, Range]:
         measured: dict[int, Range] = {}
         for leaf in self.analysis.leaves:
             axis = self.analysis.axis_of(leaf)
@@ -75,12 +84,12 @@ class MeasuredMask:
             else:
                 group = self.groups[leaf][plane] if len(self.planes) > 1 else plane
                 node = i if axis == "q" else j
-                measured[leaf] = self.pyramids[leaf].take(level, group, node)
+                measured[leaf] = self.pyramids[leaf].take(level, group, node, attained=attained)
         return measured
 
     def evaluate(self, plane: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """The mask itself, exactly, at positions; the three broadcast against each other."""
-        shape = torch.broadcast_shapes(plane.shape, q.shape, kv.shape)
+        shape = torch.broadcast_tensors(plane, q, kv)[0].shape
         b, h = self.planes.b[plane], self.planes.h[plane]
         return run_mask(lambda: self.graph.evaluate(b, h, q, kv)).expand(shape)
 
@@ -106,6 +115,13 @@ def measure_mask(graph: MaskGraph, planes: Planes, q: Axis, kv: Axis) -> Measure
                 _of_positions(cells) if is_position else _of_table(graph, leaf, axis, cells, b, h)
             )
         pyramids[leaf] = same[key]
+    for equality in unsorted_equalities(analysis, pyramids):
+        b, h, group = _groups(graph, equality.step, planes)
+        sides = renumbered(graph, equality, q, kv, b, h)
+        if sides is not None:
+            analysis, stand_ins = analysis.with_stand_ins(equality.step)
+            for stand_in, side in zip(stand_ins, sides, strict=True):
+                pyramids[stand_in], groups[stand_in] = side, group
     measured = MeasuredMask(graph, analysis, planes, q, kv, pyramids, constants, groups)
     top = max(q.levels, kv.levels) - 1
     everything = torch.arange(len(planes))

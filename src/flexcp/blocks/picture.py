@@ -25,8 +25,7 @@ def coverage(runs: Runs, height: int, width: int) -> Tensor:
     step = max(1, (1 << 22) // (width + 1))
     for at in in_parts(torch.arange(len(runs)), step):
         start, stop = runs.start[at].double()[:, None], runs.stop[at].double()[:, None]
-        below = (edges.clamp(max=stop.squeeze(1).max()) - start).clamp(min=0)
-        below = torch.minimum(below, stop - start) * weight[at][:, None]
+        below = torch.minimum((edges - start).clamp(min=0), stop - start) * weight[at][:, None]
         covered.index_add_(0, pixel_row[at], below)
     share = covered.diff(dim=1) / (runs.cols / width) / rows_per_pixel[:, None]
     return share.clamp(0, 1)

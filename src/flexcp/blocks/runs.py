@@ -57,7 +57,7 @@ class Runs:
     def kinds_at(self, row: Tensor, col: Tensor) -> Tensor:
         """int8 The kinds of some tiles."""
         if len(self) == 0:
-            return torch.zeros(torch.broadcast_shapes(row.shape, col.shape), dtype=torch.int8)
+            return torch.zeros_like(row + col, dtype=torch.int8)
         key = row * (self.cols + 1) + col
         at = torch.searchsorted(self._keys, key, right=True) - 1
         near = at.clamp(min=0)

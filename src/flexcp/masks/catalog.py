@@ -191,7 +191,8 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
                 "add the padding as a last document",
             )
         return torch.stack(rows)
-    counts = _require_integers("document lengths", torch.as_tensor(lengths), dims=(1, 2))
+    given = lengths if len(lengths) else torch.zeros(0, dtype=torch.int64)
+    counts = _require_integers("document lengths", torch.as_tensor(given), dims=(1, 2))
     if counts.dim() == 2:
         return ids_from_lengths([row.tolist() for row in counts])
     if counts.numel() == 0 or int(counts.min()) < 0:

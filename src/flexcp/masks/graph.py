@@ -51,12 +51,12 @@ class Node:
     shape: tuple[int, ...]
     """Shape of the result; () for the values that a mask_mod is made of."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The operation without its overload: `ge`, `bitwise_and`, `index`, ..."""
         return op_name(self.op)
 
-    @property
+    @cached_property
     def operands(self) -> tuple[int, ...]:
         """Indices of the nodes that this one uses."""
         return tuple(_refs((self.args, tuple(self.kwargs.values()))))

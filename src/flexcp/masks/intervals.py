@@ -8,7 +8,7 @@ at all: its extremes are taken from its actual values, so that any operation may
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,11 +35,28 @@ class Analysis:
     """Nodes whose ranges follow from the leaves, in execution order."""
     unknown: frozenset[int] = frozenset()
     """Steps about which nothing can be said: unknown operations, overflow."""
+    stand_ins: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Comparisons whose operands (along q, along kv) are measured as something else."""
     _lookups: dict[int, Any] = field(default_factory=dict, repr=False)
 
     def axis_of(self, leaf: int) -> str | None:
         """The axis ("q" or "kv") that a leaf is measured along; None for a constant of b and h."""
+        if leaf >= len(self.graph.nodes):
+            return "q" if any(leaf == q_side for q_side, _ in self.stand_ins.values()) else "kv"
         return next(iter(self.graph.nodes[leaf].reads & {"q", "kv"}), None)
+
+    def with_stand_ins(self, step: int) -> tuple[Analysis, tuple[int, int]]:
+        """This analysis with two new leaves that an equality compares in place of its operands."""
+        new = len(self.graph.nodes) + 2 * len(self.stand_ins)
+        pair = (new, new + 1)
+        return (
+            replace(
+                self,
+                leaves=(*self.leaves, *pair),
+                stand_ins={**self.stand_ins, step: pair},
+            ),
+            pair,
+        )
 
     def output_range(self, measured: Mapping[int, Range]) -> Range:
         """What the mask can be on rectangles, given the ranges of the leaves on them."""
@@ -55,6 +72,10 @@ class Analysis:
     def _infer(self, node: Node, known: Mapping[int, Range], index: int) -> Range:
         if index in self.unknown:
             return Range.anything(truth=node.dtype == torch.bool)
+        if index in self.stand_ins:
+            a, b = (known[side] for side in self.stand_ins[index])
+            same = ranges.equal(a, b, disjoint=True)
+            return same if node.name == "eq" else ranges.negation(same)
         if node.name == "index":
             table = self.graph.nodes[node.args[0].node]
             indices = [known[ref.node] for ref in node.args[1]]
@@ -76,7 +97,7 @@ class Analysis:
                 unknown.add(index)
                 found = Range.anything(truth=False)
             known[index] = found
-        return Analysis(self.graph, self.leaves, self.steps, frozenset(unknown), self._lookups)
+        return replace(self, unknown=frozenset(unknown))
 
 
 def analyse(graph: MaskGraph) -> Analysis:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.masks.trace import MaskMod, describe
+from flexcp.tokens import new_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +35,11 @@ class Mask:
     """The function of (b, h, q_idx, kv_idx); torch's FlexAttention accepts it as it is."""
     name: str = ""
     """What to call it in tables and error messages."""
+    token: Tensor = field(init=False, repr=False)
+    """Stands for this mask in compiled graphs."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token", new_token(self))
         if isinstance(self.mask_mod, Mask):
             object.__setattr__(self, "name", self.name or self.mask_mod.name)
             object.__setattr__(self, "mask_mod", self.mask_mod.mask_mod)

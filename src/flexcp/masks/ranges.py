@@ -61,11 +61,14 @@ class Range:
         """[T] Whether the value is the same all over the rectangle."""
         return self.lo == self.hi
 
+    @property
+    def knows_attained(self) -> bool:
+        """Whether anything is known beyond the bounds."""
+        return self.some_lo is not self.hi or self.some_hi is not self.lo
+
     def numbers(self) -> Range:
         """The same as numbers: False is 0 and True is 1."""
-        if not self.is_truth:
-            return self
-        return Range(*(x.double() for x in (self.lo, self.hi, self.some_lo, self.some_hi)))
+        return rising_alone(Tensor.double, self) if self.is_truth else self
 
     def truths(self) -> Range:
         """The same as truth values: zero is False."""
@@ -85,33 +88,62 @@ def zero() -> Range:
     return Range.exactly(torch.zeros((), dtype=torch.float64))
 
 
+def _once(op: Op) -> Op:
+    """The operation, computed once for operands that are the same tensors.
+
+    Where nothing is known to be attained, or single cells attain their extremes, a Range shares
+    its tensors, and its arithmetic costs half.
+    """
+    results: dict[tuple[int, int], Tensor] = {}
+
+    def shared(x: Tensor, y: Tensor) -> Tensor:
+        key = (id(x), id(y))
+        if key not in results:
+            results[key] = op(x, y)
+        return results[key]
+
+    return shared
+
+
 def rising(op: Op, a: Range, b: Range, *, disjoint: bool) -> Range:
     """The range of `op(a, b)`, where op never falls when an operand rises.
 
     `disjoint` says that a and b depend on different axes: then whatever each attains somewhere,
     they also attain together.
     """
+    op = _once(op)
     lo, hi = op(a.lo, b.lo), op(a.hi, b.hi)
     if disjoint:
         return Range(lo, hi, op(a.some_lo, b.some_lo), op(a.some_hi, b.some_hi))
-    lowest = torch.minimum(op(a.some_lo, b.hi), op(a.hi, b.some_lo))
-    highest = torch.maximum(op(a.some_hi, b.lo), op(a.lo, b.some_hi))
-    return Range(lo, hi, lowest, highest)
+    low = (op(a.some_lo, b.hi), op(a.hi, b.some_lo))
+    high = (op(a.some_hi, b.lo), op(a.lo, b.some_hi))
+    return Range(
+        lo,
+        hi,
+        low[0] if low[0] is low[1] else torch.minimum(*low),
+        high[0] if high[0] is high[1] else torch.maximum(*high),
+    )
 
 
 def rising_alone(op: Callable[[Tensor], Tensor], a: Range) -> Range:
     """The range of `op(a)`, where op never falls."""
-    return Range(op(a.lo), op(a.hi), op(a.some_lo), op(a.some_hi))
+    shared = _once(lambda x, _: op(x))
+    return Range(*(shared(x, x) for x in (a.lo, a.hi, a.some_lo, a.some_hi)))
+
+
+def _falling_alone(op: Callable[[Tensor], Tensor], a: Range) -> Range:
+    shared = _once(lambda x, _: op(x))
+    return Range(*(shared(x, x) for x in (a.hi, a.lo, a.some_hi, a.some_lo)))
 
 
 def minus(a: Range) -> Range:
     """The range of -a."""
-    return Range(-a.hi, -a.lo, -a.some_hi, -a.some_lo)
+    return _falling_alone(torch.neg, a)
 
 
 def negation(a: Range) -> Range:
     """The range of `not a`."""
-    return Range(~a.hi, ~a.lo, ~a.some_hi, ~a.some_lo)
+    return _falling_alone(torch.logical_not, a)
 
 
 def at_least(a: Range, b: Range, *, disjoint: bool) -> Range:
@@ -128,6 +160,8 @@ def equal(a: Range, b: Range, *, disjoint: bool) -> Range:
     """The range of a == b."""
     possible = (a.lo <= b.hi) & (b.lo <= a.hi)
     certain = a.is_one_value & b.is_one_value & (a.lo == b.lo)
+    if not (a.knows_attained or b.knows_attained):
+        return Range.bounds(certain, possible)
     if disjoint:
         differs = (a.some_hi > b.some_lo) | (b.some_hi > a.some_lo)
     else:

@@ -1,0 +1,103 @@
+"""torch.nn.attention.flex_attention under its own names.
+
+`create_block_mask` is built on the block grid: instant and small at any length, on any device.
+Everything that is pure definition (BlockMask itself, and_masks, ...) is torch's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import torch
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+
+from flexcp.blocks import build_block_grid
+from flexcp.eager import never_compiled
+from flexcp.masks import Mask, MaskMod
+
+__all__ = ["BlockMask", "and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
+
+
+@never_compiled
+def create_block_mask(
+    mask_mod: Mask | MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """Torch's `create_block_mask`: the same BlockMask, without evaluating every pair.
+
+    Args:
+        mask_mod: A function of (b, h, q_idx, kv_idx), or a flexcp Mask.
+        B: Batch size; None for a mask that is the same for every batch element.
+        H: Number of query heads; None for a mask that is the same for every head.
+        Q_LEN: Number of queries.
+        KV_LEN: Number of keys.
+        device: Where the BlockMask's tensors go; the current accelerator, or the CPU.
+        BLOCK_SIZE: Tokens of a tile, or a pair (queries, keys).
+        _compile: Accepted for compatibility; there is nothing to compile.
+        separate_full_blocks: Whether tiles without a forbidden pair are listed apart.
+        compute_dq_write_order: Whether to add the metadata of torch's deterministic CUDA backward.
+        dq_kv_order: The order that this metadata is for: True is descending.
+
+    >>> from flexcp.compat.flex_attention import create_block_mask
+    >>> create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 1000, 1000, device="cpu").shape
+    (1, 1, 1000, 1000)
+    """
+    if _takes_a_score(mask_mod):
+        raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
+    if not isinstance(dq_kv_order, bool):
+        raise ValueError("dq_kv_order must be a bool when using create_block_mask")
+    if _compile:
+        warnings.warn(
+            "_compile does nothing here: flexcp's create_block_mask does not evaluate every pair",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    grid = build_block_grid(
+        mask_mod, Q_LEN, KV_LEN, block_size=BLOCK_SIZE, batch=B or 1, heads=H or 1
+    )
+    block_mask = grid.to_block_mask(
+        device=torch.device(device), separate_full_blocks=separate_full_blocks
+    )
+    if compute_dq_write_order:
+        _add_dq_write_order(block_mask, dq_kv_order)
+    return block_mask
+
+
+def _takes_a_score(mod: object) -> bool:
+    """Whether a function has five required arguments: a score_mod given for a mask_mod."""
+    try:
+        parameters = inspect.signature(mod).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return sum(p.default is inspect.Parameter.empty for p in parameters) == 5
+
+
+def _add_dq_write_order(block_mask: BlockMask, dq_kv_order: bool) -> None:
+    """Metadata of torch's deterministic CUDA backward, as torch's create_block_mask adds it."""
+    from torch.nn.attention.flex_attention import _compute_dq_write_order_from_block_mask
+
+    order, order_of_full = _compute_dq_write_order_from_block_mask(
+        block_mask, dq_kv_order=dq_kv_order
+    )
+    block_mask.dq_write_order = order
+    block_mask.dq_write_order_full = order_of_full
+    block_mask.dq_kv_order = None
+    block_mask.dq_kv_order_spt = dq_kv_order
