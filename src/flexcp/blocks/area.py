@@ -16,7 +16,9 @@ from flexcp.masks import Mask, trace_mask
 _PIECE = 16
 """Tokens along each side of the pieces that a partial tile is cut into."""
 _MOST_PIECES = 1 << 19
-_MOST_PAIRS = 1 << 22
+"""Pieces looked at together."""
+_MOST_PAIRS = 1 << 20
+"""Pairs evaluated together: few enough that intermediate results stay in the cache."""
 
 
 def partial_areas(mask: Mask, planes: Planes, runs: Sequence[Runs], q: Axis, kv: Axis) -> Tensor:
@@ -31,7 +33,7 @@ def partial_areas(mask: Mask, planes: Planes, runs: Sequence[Runs], q: Axis, kv:
     per_tile = (len(fine.q) // len(q), len(fine.kv) // len(kv))
     for plane, own in enumerate(runs):
         for row, col in _partial_tiles(own, _MOST_PIECES // (per_tile[0] * per_tile[1])):
-            found = _areas(fine, torch.tensor(plane), row, col, per_tile)
+            found = _areas(fine, torch.full_like(row, plane), row, col, per_tile)
             areas[plane].index_add_(0, row, found)
     return areas
 
@@ -41,21 +43,17 @@ def _areas(
 ) -> Tensor:
     """int64 [T] Allowed pairs of tiles, from the pieces that they consist of."""
     high, wide = per_tile
-    shape = (row.numel(), high, wide)
-    i = (row[:, None] * high + torch.arange(high))[:, :, None].expand(shape).reshape(-1)
-    j = (col[:, None] * wide + torch.arange(wide))[:, None, :].expand(shape).reshape(-1)
-    total = fine.q.sizes[i] * fine.kv.sizes[j]
-    tile = torch.arange(row.numel()).repeat_interleave(high * wide)
-    exists = total > 0
-    if not bool(exists.all()):
-        i, j, total, tile = i[exists], j[exists], total[exists], tile[exists]
-    planes = plane.expand(i.shape)
-    surely, possibly = fine.bounds(planes, i, j)
-    area = torch.where(surely, total, 0)
-    open_ = torch.nonzero(possibly & ~surely).squeeze(1)
-    for at in in_parts(open_, _MOST_PAIRS // (_PIECE * _PIECE)):
-        area[at] = count_pairs(fine, planes[at], i[at], j[at])[0]
-    return torch.zeros(row.numel(), dtype=torch.int64).index_add_(0, tile, area)
+    # Tiles vary fastest, so that every operation runs over long contiguous stretches.
+    i = row * high + torch.arange(high)[:, None, None]
+    j = col * wide + torch.arange(wide)[None, :, None]
+    shape = (high, wide, row.numel())
+    surely, possibly = fine.bounds(plane, i, j)
+    area = torch.where(surely, fine.q.sizes[i] * fine.kv.sizes[j], 0).expand(shape).flatten()
+    open_ = torch.nonzero((possibly & ~surely).expand(shape).flatten()).squeeze(1)
+    i, j, plane = (x.expand(shape).reshape(-1)[open_] for x in (i, j, plane))
+    for at in in_parts(torch.arange(open_.numel()), _MOST_PAIRS // (_PIECE * _PIECE)):
+        area[open_[at]] = count_pairs(fine, plane[at], i[at], j[at])[0]
+    return area.view(shape).sum((0, 1))
 
 
 def _partial_tiles(runs: Runs, size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -23,32 +23,27 @@ class Axis:
     """int64 [n] Global position of each cell's first token."""
     last: Tensor
     """int64 [n] Global position of each cell's last token."""
+    sizes: Tensor
+    """int64 [n] Tokens of each cell. A cell without tokens has its neighbour's as first and last."""
 
     @classmethod
     def of_blocks(cls, length: int, size: int, start: int = 0) -> Axis:
         """Blocks of `size` tokens; the last may be shorter."""
         first = torch.arange(0, length, size)
         last = (first + (size - 1)).clamp(max=length - 1)
-        return cls(first + start, last + start)
+        return cls(first + start, last + start, last - first + 1)
 
     def subdivided(self, size: int) -> Axis:
-        """Each cell cut into pieces of at most `size` tokens, as many for each cell.
-
-        Pieces beyond the end of a short cell have `last < first`.
-        """
-        largest = int((self.last - self.first).max()) + 1
+        """Each cell cut into pieces of at most `size` tokens, as many pieces for each cell."""
+        largest = int(self.sizes.max())
         offsets = torch.arange(0, largest, size)
-        first = self.first[:, None] + offsets
-        last = torch.minimum(first + (size - 1), self.last[:, None])
-        return Axis(first.reshape(-1), last.reshape(-1))
+        first = torch.minimum(self.first[:, None] + offsets, self.last[:, None])
+        last = torch.minimum(self.first[:, None] + offsets + (size - 1), self.last[:, None])
+        sizes = (self.sizes[:, None] - offsets).clamp(0, size)
+        return Axis(first.reshape(-1), last.reshape(-1), sizes.reshape(-1))
 
     def __len__(self) -> int:
         return self.first.numel()
-
-    @property
-    def sizes(self) -> Tensor:
-        """int64 [n] Tokens of each cell; 0 for an empty piece."""
-        return (self.last - self.first + 1).clamp(min=0)
 
     @cached_property
     def levels(self) -> int:

@@ -64,11 +64,14 @@ class BlockGrid:
     """Global position of the first key."""
     effort: Effort | None = field(default=None)
     """What building it took, if it was built from a mask."""
-    token: Tensor = field(init=False)
+    token: Tensor | None = field(init=False)
     """Stands for this grid in compiled graphs."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token", new_token(self))
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, token=new_token(self))
 
     @property
     def batch(self) -> int:

@@ -70,7 +70,7 @@ class MeasuredMask:
         """Bool [T] Whether the mask surely holds, and whether it may hold somewhere, on cells."""
         leaves = self._leaf_ranges(0, plane, i, j, attained=False)
         found = self.analysis.output_range(leaves)
-        return found.lo.expand(i.shape), found.hi.expand(i.shape)
+        return found.lo, found.hi
 
     def _leaf_ranges(
         self, level: int, plane: Tensor, i: Tensor, j: Tensor, *, attained: bool = True

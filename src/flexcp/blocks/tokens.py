@@ -5,25 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexcp.blocks.axis import Axis
+from flexcp.blocks.descent import Descent, count_pairs
 from flexcp.blocks.grid import BlockGrid
+from flexcp.blocks.measured import MeasuredMask, measure_mask
 from flexcp.blocks.runs import BlockKind, Runs, in_parts
 from flexcp.masks import trace_mask
-from flexcp.masks.graph import MaskGraph
 
 _MOST_PAIRS = 1 << 22
 """Pairs evaluated together."""
-
-
-def tile_bits(grid: BlockGrid, plane: int, row: Tensor, col: Tensor) -> Tensor:
-    """Bool [n, bq, bk] The pairs of some tiles of one plane; False beyond the grid's ends.
-
-    >>> import flexcp
-    >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 5, block_size=2)
-    >>> tile_bits(grid, 0, torch.tensor([1]), torch.tensor([1])).int()
-    tensor([[[1, 0],
-             [1, 1]]], dtype=torch.int32)
-    """
-    return _bits(grid, trace_mask(grid.mask.mask_mod), plane, row, col)
 
 
 def token_areas(grid: BlockGrid, blocks: Tensor) -> Tensor:
@@ -39,23 +29,67 @@ def token_areas(grid: BlockGrid, blocks: Tensor) -> Tensor:
     areas = torch.zeros(len(grid.runs), blocks.numel(), bq, dtype=torch.int64)
     if blocks.numel() == 0:
         return areas
-    rows = grid.q_axis.sizes[blocks]
-    inside = torch.arange(bq) < rows[:, None]
+    inside = torch.arange(bq) < grid.q_axis.sizes[blocks][:, None]
     widths = torch.cat([torch.zeros(1, dtype=torch.int64), grid.kv_axis.sizes.cumsum(0)])
-    graph = trace_mask(grid.mask.mask_mod)
+    row = (grid.q_axis.first[blocks][:, None] + torch.arange(bq))[inside]
+    of_row = torch.nonzero(inside)[:, 0]
+    fine = measure_mask(trace_mask(grid.mask.mask_mod), grid.planes, Axis(row, row), grid.kv_axis)
+    single = Descent(fine).run().unstacked(len(grid.runs))
     for plane, (own, runs) in enumerate(zip(areas, grid.runs, strict=True)):
         which, run = runs_of_rows(runs, blocks)
         full = runs.kind[run] == BlockKind.FULL
         pairs = widths[runs.stop[run]] - widths[runs.start[run]]
         whole = torch.zeros(blocks.numel(), dtype=torch.int64)
         whole.index_add_(0, which[full], pairs[full])
-        own += torch.where(inside, whole[:, None], 0)
-        at, col = _columns(runs, run[~full])
-        at = which[~full][at]
-        for part in in_parts(torch.arange(at.numel()), max(1, _MOST_PAIRS // (bq * bq))):
-            bits = _bits(grid, graph, plane, blocks[at[part]], col[part])
-            own.index_add_(0, at[part], bits.sum(2))
+        # Only within PARTIAL tiles does the mask itself decide.
+        decided = _overlaps(single[plane], of_row, which[~full], runs, run[~full])
+        per_row = whole[of_row].index_add_(0, *_areas(fine, plane, widths, *decided))
+        own[inside] = per_row
     return areas
+
+
+def _overlaps(
+    single: Runs, of_row: Tensor, which: Tensor, runs: Runs, run: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Runs of single rows, cut to the runs of tiles that are given for their block."""
+    wide = single.cols + 1
+    key = which * wide + runs.start[run]
+    stop = which * wide + runs.stop[run]
+    base = of_row[single.row] * wide
+    begin, end = base + single.start, base + single.stop
+    first = torch.searchsorted(stop, begin, right=True)
+    last = torch.searchsorted(key, end)
+    sizes = (last - first).clamp(min=0)
+    at = torch.repeat_interleave(torch.arange(len(single)), sizes)
+    piece = first[at] + torch.arange(at.numel()) - (sizes.cumsum(0) - sizes)[at]
+    left = torch.maximum(begin[at], key[piece]) - base[at]
+    right = torch.minimum(end[at], stop[piece]) - base[at]
+    return single.row[at], left, right, single.kind[at]
+
+
+def _areas(
+    fine: MeasuredMask,
+    plane: int,
+    widths: Tensor,
+    row: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    kind: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rows, and the pairs of their runs."""
+    full = kind == BlockKind.FULL
+    partial = torch.nonzero(~full).squeeze(1)
+    sizes = (stop - start)[partial]
+    at = torch.repeat_interleave(partial, sizes)
+    col = start[at] + torch.arange(at.numel())
+    col -= (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    found = torch.zeros(at.numel(), dtype=torch.int64)
+    widest = int(fine.kv.sizes.max())
+    for part in in_parts(torch.arange(at.numel()), _MOST_PAIRS // widest):
+        which = torch.full_like(part, plane)
+        found[part] = count_pairs(fine, which, row[at[part]], col[part])[0]
+    pairs = (widths[stop] - widths[start])[full]
+    return torch.cat([row[full], row[at]]), torch.cat([pairs, found])
 
 
 def runs_of_rows(runs: Runs, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,22 +117,3 @@ def unlinked_neighbours(grid: BlockGrid) -> Tensor:
             q, kv = later[at] + grid.q_start, later[at] + grid.kv_start
             linked[at] |= graph.evaluate(b, h, q, kv - 1) | graph.evaluate(b, h, q - 1, kv)
     return later[~linked]
-
-
-def _columns(runs: Runs, run: Tensor) -> tuple[Tensor, Tensor]:
-    """For some runs: place in `run`, and column, of each of their tiles."""
-    sizes = runs.stop[run] - runs.start[run]
-    which = torch.repeat_interleave(torch.arange(run.numel()), sizes)
-    before = sizes.cumsum(0) - sizes
-    return which, runs.start[run][which] + torch.arange(which.numel()) - before[which]
-
-
-def _bits(grid: BlockGrid, graph: MaskGraph, plane: int, row: Tensor, col: Tensor) -> Tensor:
-    q = grid.q_axis.first[row][:, None, None] + torch.arange(grid.block_size[0])[:, None]
-    kv = grid.kv_axis.first[col][:, None, None] + torch.arange(grid.block_size[1])
-    q_end, kv_end = grid.q_start + grid.q_len, grid.kv_start + grid.kv_len
-    # Indices beyond the end are out of bounds for captured tensors: repeat the last one.
-    allowed = graph.evaluate(
-        grid.planes.b[plane], grid.planes.h[plane], q.clamp(max=q_end - 1), kv.clamp(max=kv_end - 1)
-    )
-    return allowed & (q < q_end) & (kv < kv_end)

@@ -35,7 +35,7 @@ class Mask:
     """The function of (b, h, q_idx, kv_idx); torch's FlexAttention accepts it as it is."""
     name: str = ""
     """What to call it in tables and error messages."""
-    token: Tensor = field(init=False, repr=False)
+    token: Tensor | None = field(init=False, repr=False)
     """Stands for this mask in compiled graphs."""
 
     def __post_init__(self) -> None:
@@ -52,6 +52,9 @@ class Mask:
         if not self.name:
             given = getattr(self.mask_mod, "__name__", "mask")
             object.__setattr__(self, "name", "mask_mod" if given == "<lambda>" else given)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, token=new_token(self))
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Makes a Mask a mask_mod itself."""
