@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from flexcp.blocks import BlockGrid, build_block_grid
 from flexcp.errors import FlexCPError
-from flexcp.kernels.interface import allowed_pairs, full_shapes
-from flexcp.kernels.prepared import Prepared, prepared_for
+from flexcp.kernels.interface import allowed_pairs
+from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.reference import accumulation_dtype, dense_attention
 from flexcp.kernels.registry import Choice, choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
-from flexcp.masks import Mask
 from flexcp.runtime.autograd import Attention, Call
-from flexcp.runtime.checks import check_mask_size, check_sinks, check_tensors
-
-_KEPT_GRIDS = 16
-"""Grids kept with a mask; lengths beyond that are planned again."""
-
-MaskLike = BlockMask | BlockGrid | Mask | Callable[..., Tensor]
+from flexcp.runtime.checks import check_sinks, check_tensors
+from flexcp.runtime.compiled import compiled_attention
+from flexcp.runtime.planning import MaskLike, prepare
 
 
 def flex_attention(
@@ -84,69 +78,28 @@ def flex_attention(
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    prepared = prepare(block_mask, query, key)
     wants_max = return_aux is not None and return_aux.max_scores
-    choice = choose(
-        query,
-        value,
-        score_mod=score_mod is not None,
-        max_scores=wants_max,
-        is_one_rectangle=block_mask is None,
-        kernel=_asked_for(kernel_options),
-    )
-    out, lse, highest = _run(
-        choice, prepared, query, key, value, score_mod, scale, sinks, wants_max
-    )
+    kernel = _asked_for(kernel_options)
+    if torch.compiler.is_compiling() and score_mod is None:
+        out, lse, highest = compiled_attention(
+            query, key, value, block_mask, scale, sinks, wants_max, kernel
+        )
+    else:
+        prepared = prepare(block_mask, query, key)
+        choice = choose(
+            query,
+            value,
+            score_mod=score_mod is not None,
+            max_scores=wants_max,
+            is_one_rectangle=block_mask is None,
+            kernel=kernel,
+        )
+        out, lse, highest = _run(
+            choice, prepared, query, key, value, score_mod, scale, sinks, wants_max
+        )
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, highest if wants_max else None)
     return (out, lse) if return_lse else out
-
-
-def prepare(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> Prepared:
-    """The shapes of a mask for these tensors, made on first use and kept with the mask object."""
-    if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
-        return _full(query.shape[2], key.shape[2])
-    return prepared_for(_grid(block_mask, query, key))
-
-
-@lru_cache(maxsize=64)
-def _full(q_len: int, kv_len: int) -> Prepared:
-    return Prepared(full_shapes(q_len, kv_len))
-
-
-def _grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
-    if isinstance(block_mask, BlockGrid):
-        grid = block_mask
-    elif isinstance(block_mask, BlockMask):
-        kept = vars(block_mask).get("_flexcp_grid")
-        grid = kept if isinstance(kept, BlockGrid) else BlockGrid.from_block_mask(block_mask)
-        vars(block_mask)["_flexcp_grid"] = grid
-    elif callable(block_mask):
-        return _grid_of_mask(block_mask, query, key)
-    else:
-        raise FlexCPError(
-            "block_mask to be a torch BlockMask, a BlockGrid, a Mask or a mask_mod",
-            f"{type(block_mask).__name__}",
-            "take one from flexcp.masks, or make one with flexcp.build_block_grid",
-        )
-    check_mask_size(
-        query, key, q_len=grid.q_len, kv_len=grid.kv_len, batch=grid.batch, heads=grid.heads
-    )
-    return grid
-
-
-def _grid_of_mask(mask: Mask | Callable[..., Tensor], query: Tensor, key: Tensor) -> BlockGrid:
-    size = (query.shape[2], key.shape[2], query.shape[0], query.shape[1])
-    kept: dict[tuple[int, ...], BlockGrid] = {}
-    if isinstance(mask, Mask):
-        kept = vars(mask).setdefault("_grids", kept)
-    grid = kept.get(size)
-    if grid is None:
-        grid = build_block_grid(mask, size[0], size[1], batch=size[2], heads=size[3])
-        while len(kept) >= _KEPT_GRIDS:
-            kept.pop(next(iter(kept)))
-        kept[size] = grid
-    return grid
 
 
 def _run(

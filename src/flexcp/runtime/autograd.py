@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from flexcp.errors import FlexCPError
 from flexcp.kernels import flash
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.interface import Partial
@@ -63,9 +64,31 @@ class Attention(torch.autograd.Function):
         """Gradients of q, k, v, sinks and the captured tensors."""
         q, k, v, out, lse, *rest = ctx.saved_tensors
         sinks = rest.pop(0) if ctx.has_sinks else None
-        return (
-            None,
-            *run_backward(ctx.call, grad_out, grad_lse, q, k, v, out, lse, sinks),
+        grads: tuple[Tensor | None, ...] = AttentionGradients.apply(  # type: ignore[no-untyped-call]
+            ctx.call, grad_out, grad_lse, q, k, v, out, lse, sinks
+        )
+        return (None, *grads)
+
+
+class AttentionGradients(torch.autograd.Function):
+    """The backward pass as a function of its own: `torch.func` hands it plain tensors this way."""
+
+    @staticmethod
+    def forward(call: Call, *tensors: Any) -> tuple[Tensor | None, ...]:
+        """See `run_backward`."""
+        return run_backward(call, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:  # noqa: ARG004
+        """There is no second derivative."""
+        raise FlexCPError(
+            "first derivatives of attention",
+            "a derivative of its gradients",
+            'ask for the kernel "reference", which torch differentiates any number of times',
         )
 
 

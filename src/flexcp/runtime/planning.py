@@ -1,0 +1,68 @@
+"""Planning for a call: from what the user passes as a mask to prepared shapes, kept with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexcp.blocks import BlockGrid, build_block_grid
+from flexcp.errors import FlexCPError
+from flexcp.kernels.interface import full_shapes
+from flexcp.kernels.prepared import Prepared, prepared_for
+from flexcp.masks import Mask
+from flexcp.runtime.checks import check_mask_size
+
+_KEPT_GRIDS = 16
+"""Grids kept with a mask; lengths beyond that are planned again."""
+
+MaskLike = BlockMask | BlockGrid | Mask | Callable[..., Tensor]
+
+
+def prepare(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> Prepared:
+    """The shapes of a mask for these tensors, made on first use and kept with the mask object."""
+    if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
+        return _full(query.shape[2], key.shape[2])
+    return prepared_for(_grid(block_mask, query, key))
+
+
+@lru_cache(maxsize=64)
+def _full(q_len: int, kv_len: int) -> Prepared:
+    return Prepared(full_shapes(q_len, kv_len))
+
+
+def _grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
+    if isinstance(block_mask, BlockGrid):
+        grid = block_mask
+    elif isinstance(block_mask, BlockMask):
+        kept = vars(block_mask).get("_flexcp_grid")
+        grid = kept if isinstance(kept, BlockGrid) else BlockGrid.from_block_mask(block_mask)
+        vars(block_mask)["_flexcp_grid"] = grid
+    elif callable(block_mask):
+        return _grid_of_mask(block_mask, query, key)
+    else:
+        raise FlexCPError(
+            "block_mask to be a torch BlockMask, a BlockGrid, a Mask or a mask_mod",
+            f"{type(block_mask).__name__}",
+            "take one from flexcp.masks, or make one with flexcp.build_block_grid",
+        )
+    check_mask_size(
+        query, key, q_len=grid.q_len, kv_len=grid.kv_len, batch=grid.batch, heads=grid.heads
+    )
+    return grid
+
+
+def _grid_of_mask(mask: Mask | Callable[..., Tensor], query: Tensor, key: Tensor) -> BlockGrid:
+    size = (query.shape[2], key.shape[2], query.shape[0], query.shape[1])
+    kept: dict[tuple[int, ...], BlockGrid] = {}
+    if isinstance(mask, Mask):
+        kept = vars(mask).setdefault("_grids", kept)
+    grid = kept.get(size)
+    if grid is None:
+        grid = build_block_grid(mask, size[0], size[1], batch=size[2], heads=size[3])
+        while len(kept) >= _KEPT_GRIDS:
+            kept.pop(next(iter(kept)))
+        kept[size] = grid
+    return grid
