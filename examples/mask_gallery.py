@@ -17,7 +17,7 @@ import torch
 
 import flexcp
 from flexcp import masks
-from flexcp.viz import picture_of, table
+from flexcp.viz import Picture, picture_of, table
 
 
 def document_lengths(tokens: int, seed: int = 0) -> list[int]:
@@ -35,8 +35,8 @@ def gallery(tokens: int) -> dict[str, flexcp.Mask]:
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
 
     def dilated(b, h, q_idx, kv_idx):
-        """Every 8192nd stretch of 1024 tokens, looking back: any mask_mod will do."""
-        return (q_idx >= kv_idx) & ((q_idx - kv_idx) // 1024 % 8 == 0)
+        """One stretch in eight, looking back: any mask_mod will do."""
+        return (q_idx >= kv_idx) & ((q_idx - kv_idx) // (tokens // 64) % 8 == 0)
 
     def shuffled(b, h, q_idx, kv_idx):
         return order[q_idx] >= order[kv_idx]
@@ -58,15 +58,34 @@ def gallery(tokens: int) -> dict[str, flexcp.Mask]:
     }
 
 
+def save_sheet(pictures: list[Picture], path: Path) -> None:
+    """All pictures on one page, with their names."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = 6
+    figure, axes = plt.subplots(
+        -(-len(pictures) // columns), columns, figsize=(13, 4.9), layout="constrained"
+    )
+    for place, picture in zip(axes.flat, pictures, strict=True):
+        place.imshow(picture.pixels(), interpolation="nearest")
+        place.set_title(picture.title, fontsize=10)
+        place.set(xticks=[], yticks=[])
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--out", type=Path, default=Path("out/gallery"))
+    parser.add_argument("--sheet", type=Path, help="also draw all of them on one page (matplotlib)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
-    rows = []
+    rows, pictures = [], []
     for name, mask in gallery(options.tokens).items():
         start = time.perf_counter()
         grid = flexcp.build_block_grid(mask, options.tokens)
@@ -81,12 +100,15 @@ def main() -> None:
             ]
         )
         picture = picture_of(grid, title=name)
+        pictures.append(picture)
         stem = options.out / name.split(" (")[0].replace(" ", "_").replace("+", "and")
         picture.save_png(stem.with_suffix(".png"), scale=2)
         picture.save_svg(stem.with_suffix(".svg"))
         print(f"\n{name}: {grid.mask.name}")
         print(picture_of(grid, height=24, width=48).to_text(colour=colour))
 
+    if options.sheet:
+        save_sheet(pictures, options.sheet)
     print(f"\nBlock grids at {options.tokens:,} tokens, blocks of 128 x 128:\n")
     print(table(["mask", "build, ms", "full", "partial", "empty", "stored runs"], rows))
     print(

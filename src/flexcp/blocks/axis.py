@@ -24,7 +24,7 @@ class Axis:
     last: Tensor
     """int64 [n] Global position of each cell's last token."""
     sizes: Tensor
-    """int64 [n] Tokens of each cell. A cell without tokens has its neighbour's as first and last."""
+    """int64 [n] Tokens of each cell; one without tokens has its neighbour's first and last."""
 
     @classmethod
     def of_blocks(cls, length: int, size: int, start: int = 0) -> Axis:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexcp.masks.graph import Node
 from flexcp.masks.ranges import Range
 
+_EXACT = 2.0**52
 _FINEST = 1 << 16
 """Entries of the finest level: longer tables are summarised in pieces, to bound memory."""
 
@@ -50,47 +49,57 @@ class _Extremes:
         return lo, hi
 
 
-def range_of_lookup(table: Node, key: int, indices: list[Range], memory: dict[int, Any]) -> Range:
-    """The range of `table[i, j, ...]`; the last index may vary, the others must be known.
+class LookupTable:
+    """A captured tensor that is indexed by ranges."""
 
-    An index that may lie outside the table says nothing here: should it really do so, evaluating
-    the mask there raises.
-    """
-    assert table.value is not None
-    truth = table.dtype == torch.bool
-    if not table.value.numel():
-        return Range.anything(truth=truth)
-    if key not in memory:
-        memory[key] = _prepare(table.value)
-    flat, extremes = memory[key]
-    if flat is None:
-        return Range.anything(truth=truth)
-    indices = [index.numbers() for index in indices]
-    inside = torch.ones((), dtype=torch.bool)
-    first = torch.zeros((), dtype=torch.int64)
-    last = first
-    for index, size in zip(indices, table.shape, strict=True):
-        known = index.is_one_value if index is not indices[-1] else torch.ones_like(inside)
-        lo, hi = index.lo.clamp(-size, size), index.hi.clamp(-size, size)
-        wraps = hi < 0
-        lo, hi = torch.where(wraps, lo + size, lo).long(), torch.where(wraps, hi + size, hi).long()
-        inside = inside & known & (lo >= 0) & (hi < size) & (index.lo >= -size)
-        first, last = first * size + lo, last * size + hi
-    first, last, inside = torch.broadcast_tensors(first, last, inside)
-    first, last = torch.where(inside, first, 0), torch.where(inside, last, flat.numel() - 1)
-    lo_value, hi_value = extremes.between(first.reshape(-1), last.reshape(-1))
-    lo_value, hi_value = lo_value.reshape(first.shape), hi_value.reshape(first.shape)
-    single = first == last
-    return Range.bounds(
-        torch.where(single, flat[first], lo_value), torch.where(single, flat[first], hi_value)
-    )
+    def __init__(self, value: Tensor) -> None:
+        self.shape = tuple(value.shape)
+        self.is_truth = value.dtype == torch.bool
+        self._flat = value.reshape(-1)
+        self._extremes: _Extremes | None = None
+        lo, hi = torch.aminmax(self._flat)
+        self.everything = Range.bounds(*self._exact(lo, hi))
+        self.is_known = self.is_truth or bool((lo > -_EXACT) & (hi < _EXACT))
 
+    def at(self, indices: list[Range]) -> Range:
+        """The range of `table[i, j, ...]`; the last index may vary, the others must be known.
 
-def _prepare(values: Tensor) -> tuple[Tensor | None, _Extremes | None]:
-    if values.dtype == torch.bool:
-        flat = values.reshape(-1)
-        return flat, _Extremes.of(flat)
-    flat = values.reshape(-1).double()
-    if values.is_complex() or not bool((flat.abs() < 2.0**52).all()):
-        return None, None
-    return flat, _Extremes.of(flat)
+        An index that may lie outside the table says nothing here: should it really do so,
+        evaluating the mask there raises.
+        """
+        if not self.is_known:
+            return Range.anything(truth=self.is_truth)
+        first = last = torch.zeros((), dtype=torch.int64)
+        inside = torch.ones((), dtype=torch.bool)
+        for position, (index, size) in enumerate(zip(indices, self.shape, strict=True)):
+            index = index.numbers()
+            if position < len(indices) - 1:
+                inside = inside & index.is_one_value
+            lo, hi = index.lo.clamp(-size, size), index.hi.clamp(-size, size)
+            wraps = hi < 0
+            lo, hi = (torch.where(wraps, x + size, x).long() for x in (lo, hi))
+            inside = inside & (lo >= 0) & (hi < size) & (index.lo >= -size)
+            first, last = first * size + lo, last * size + hi
+        first, last, inside = torch.broadcast_tensors(first, last, inside)
+        if not bool(inside.any()):
+            return self.everything
+        lo, hi = self._between(torch.where(inside, first, 0), torch.where(inside, last, 0))
+        return Range.bounds(
+            torch.where(inside, lo, self.everything.lo), torch.where(inside, hi, self.everything.hi)
+        )
+
+    def _between(self, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        single = first == last
+        value = self._exact(self._flat[first])[0]
+        if bool(single.all()):
+            return value, value
+        if self._extremes is None:
+            self._extremes = _Extremes.of(self._flat)
+        lo, hi = (
+            x.reshape(first.shape)
+            for x in self._exact(*self._extremes.between(first.reshape(-1), last.reshape(-1)))
+        )
+        return torch.where(single, value, lo), torch.where(single, value, hi)
+
+    def _exact(self, *values: Tensor) -> tuple[Tensor, ...]:
+        return values if self.is_truth else tuple(x.double() for x in values)

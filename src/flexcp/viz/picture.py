@@ -30,11 +30,11 @@ class Picture:
 
     def to_text(self, *, colour: bool = False) -> str:
         """Lines for a terminal: shades of blocks, or with `colour` two pixels to a character."""
-        return _half_blocks(self._pixels()) if colour else as_text(self.share)
+        return _half_blocks(self.pixels()) if colour else as_text(self.share)
 
     def save_png(self, path: str | Path, *, scale: int = 1) -> Path:
         """Writes a PNG file in which each pixel is `scale` wide."""
-        pixels = self._pixels().repeat_interleave(scale, 0).repeat_interleave(scale, 1)
+        pixels = self.pixels().repeat_interleave(scale, 0).repeat_interleave(scale, 1)
         height, width, _ = pixels.shape
         lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.flatten(1)], dim=1)
         header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -46,9 +46,9 @@ class Picture:
 
     def save_svg(self, path: str | Path, *, size: int = 512) -> Path:
         """Writes an SVG file: one rectangle for each stretch of equal pixels in a line."""
-        height, width, _ = self._pixels().shape
+        height, width, _ = self.pixels().shape
         shapes = []
-        for y, line in enumerate(self._pixels().tolist()):
+        for y, line in enumerate(self.pixels().tolist()):
             x = 0
             while x < width:
                 end = x
@@ -73,8 +73,8 @@ class Picture:
         )
         return path
 
-    def _pixels(self) -> Tensor:
-        """uint8 [height, width, 3]."""
+    def pixels(self) -> Tensor:
+        """uint8 [height, width, 3] The picture in colour."""
         empty, sparse, dense, full = (
             torch.tensor(c, dtype=torch.float64) for c in (_EMPTY, _SPARSE, _DENSE, _FULL)
         )
