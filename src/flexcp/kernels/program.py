@@ -147,7 +147,7 @@ def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
                 has_blind_rows=blind,
             )
     for q0, q1, k0, k1, bits in _tile_runs(plane):
-        forbidden, blind = _forbidden(bits)
+        forbidden, blind = forbidden_columns(bits)
         add(q0, q1, k0, k1, fused=False, forbidden=forbidden, has_blind_rows=blind)
     return Program(tuple(pieces), bool(written.all()))
 
@@ -281,13 +281,13 @@ def _edges(
             allowed[s.q0 - strip.q0 : s.q1 - strip.q0] |= inside
         width = max(1, _STRIP_PAIRS // allowed.shape[0])
         known[key] = [
-            (c0, min(c0 + width, allowed.shape[1]), *_forbidden(allowed[:, c0 : c0 + width]))
+            (c0, min(c0 + width, allowed.shape[1]), *forbidden_columns(allowed[:, c0 : c0 + width]))
             for c0 in range(0, allowed.shape[1], width)
         ]
     return known[key]
 
 
-def _forbidden(allowed: Tensor) -> tuple[tuple[Forbidden, ...], bool]:
+def forbidden_columns(allowed: Tensor) -> tuple[tuple[Forbidden, ...], bool]:
     """What may not attend, by ranges of columns; and whether some row sees nothing at all."""
     some = (~allowed.all(dim=0)).nonzero()[:, 0]
     if some.numel() == 0:

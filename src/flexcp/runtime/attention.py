@@ -19,6 +19,7 @@ from flexcp.runtime.autograd import Attention, Call
 from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.compiled import compiled_attention
 from flexcp.runtime.planning import MaskLike, prepare
+from flexcp.runtime.traced import traced_attention
 
 
 def flex_attention(
@@ -84,6 +85,8 @@ def flex_attention(
         out, lse, highest = compiled_attention(
             query, key, value, block_mask, scale, sinks, wants_max, kernel
         )
+    elif torch.compiler.is_compiling() and score_mod is not None:
+        out, lse, highest = traced_attention(query, key, value, score_mod, block_mask, scale, sinks)
     else:
         prepared = prepare(block_mask, query, key)
         choice = choose(

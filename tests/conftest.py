@@ -1,0 +1,35 @@
+"""Test-wide settings: what a computation never wrote must not be read."""
+
+import os
+
+# Before torch loads: some CPUs advertise bfloat16 matrix units that trap.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """Fills what torch.empty returns with NaN (or the largest integer) in every test."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Every test starts from the same seed."""
+    torch.manual_seed(0)

@@ -1,0 +1,129 @@
+"""The kernel contract, against the oracle: partial results that merge, partial gradients that add."""
+
+import pytest
+import torch
+
+import flexcp
+from flexcp.kernels import flash
+from flexcp.kernels.fused import CPU_FLASH, FusedOp
+from flexcp.kernels.merge import merge
+from flexcp.kernels.prepared import Prepared
+from flexcp.kernels.reference import dense_attention
+from flexcp.kernels.score import examine
+from flexcp.kernels.shapes import shapes_of
+from flexcp.testing.tolerance import assert_close
+from kernels.cases import MASKS, loss, problem
+
+
+@pytest.mark.parametrize("fused", [CPU_FLASH, None], ids=["fused", "strips"])
+@pytest.mark.parametrize("name", MASKS)
+def test_results_and_gradients_are_the_oracles(name: str, fused: FusedOp | None) -> None:
+    mask = MASKS[name]()
+    p = problem(q_len=333, kv_len=411)
+    grid = flexcp.build_block_grid(mask, 333, 411, batch=2, heads=4)
+    prepared = Prepared(shapes_of(grid))
+    expected = p.expected(mask)
+    grads = torch.autograd.grad(loss(expected.out), p.inputs)
+    grad_out = torch.autograd.grad(loss(expected.out), expected.out)[0]
+    q, k, v = (x.detach() for x in p.inputs)
+    found = flash.forward(q, k, v, prepared, scale=8**-0.5, fused=fused)
+    back = flash.backward(
+        grad_out, q, k, v, found.out, found.lse, prepared, scale=8**-0.5, fused=fused
+    )
+    assert_close(found.out, expected.out, what="out")
+    assert_close(found.lse, expected.lse, what="lse")
+    for what, actual, wanted in zip("qkv", (back.q, back.k, back.v), grads, strict=True):
+        assert_close(actual, wanted, what=f"d{what}")
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "noise", "by batch and head"])
+def test_large_rectangles_go_through_the_fused_op_unnoticed(name: str) -> None:
+    mask = MASKS[name]()
+    length = 700 if name in ("documents", "noise") else 2100
+    p = problem(batch=2, heads=2, kv_heads=1, q_len=length, dim=4)
+    prepared = Prepared(shapes_of(flexcp.build_block_grid(mask, length, batch=2, heads=2)))
+    q, k, v = (x.detach() for x in p.inputs)
+    by_fused, by_strips = (
+        flash.forward(q, k, v, prepared, scale=0.5, fused=op) for op in (CPU_FLASH, None)
+    )
+    assert_close(by_fused.out, by_strips.out)
+    assert_close(by_fused.lse, by_strips.lse)
+    grads = [
+        flash.backward(q, q, k, v, by_strips.out, by_strips.lse, prepared, scale=0.5, fused=op)
+        for op in (CPU_FLASH, None)
+    ]
+    for name_of in "qkv":
+        assert_close(getattr(grads[0], name_of), getattr(grads[1], name_of), what=name_of)
+
+
+def _score(score, b, h, q, kv):  # type: ignore[no-untyped-def]
+    return torch.tanh(score) - 0.01 * (h + 1) * (q - kv)
+
+
+@pytest.mark.parametrize("score_mod", [None, _score], ids=["plain", "scored"])
+@pytest.mark.parametrize(
+    "name", ["causal", "window", "documents", "noise", "by head", "blind rows"]
+)
+def test_ranks_that_hold_a_share_of_the_keys_add_up_to_the_whole(
+    name: str, score_mod: object
+) -> None:
+    """As a distributed layer does: each rank's keys in turn, rows and keys in striped order."""
+    mask = MASKS[name]()
+    length, ranks = 260, 3
+    grid = flexcp.build_block_grid(mask, length, batch=2, heads=4)
+    p = problem(q_len=length)
+    expected = p.expected(mask, score_mod)
+    grads = torch.autograd.grad(loss(expected.out), p.inputs)
+    grad_out = torch.autograd.grad(loss(expected.out), expected.out)[0]
+    mod = None if score_mod is None else examine(score_mod, torch.float64, p.q.device)  # type: ignore[arg-type]
+    q, k, v = (x.detach() for x in p.inputs)
+    rows = torch.arange(1, length, 2).flip(0)
+    shares = [torch.arange(r, length, ranks) for r in range(ranks)]
+    parts = [Prepared(shapes_of(grid, q_positions=rows, kv_positions=share)) for share in shares]
+    out = torch.zeros_like(q[:, :, rows])
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=out.dtype)
+    for share, part in zip(shares, parts, strict=True):
+        found = flash.forward(
+            q[:, :, rows], k[:, :, share], v[:, :, share], part, scale=8**-0.5, fused=None,
+            score_mod=mod,
+        )  # fmt: skip
+        out, lse = merge(out, lse, found.out, found.lse)
+    assert_close(out, expected.out[:, :, rows])
+    assert_close(lse, expected.lse[:, :, rows])
+    dq = torch.zeros_like(out)
+    for share, part in zip(shares, parts, strict=True):
+        back = flash.backward(
+            grad_out[:, :, rows], q[:, :, rows], k[:, :, share], v[:, :, share], out, lse, part,
+            scale=8**-0.5, fused=None, score_mod=mod,
+        )  # fmt: skip
+        dq += back.q
+    assert_close(dq, grads[0][:, :, rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "full"])
+def test_narrow_types_are_as_close_as_their_digits_allow(name: str, dtype: torch.dtype) -> None:
+    mask = MASKS[name]()
+    length = 700 if name == "documents" else 1100
+    p = problem(batch=1, heads=4, kv_heads=2, q_len=length, dim=16, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in p.inputs]
+    dense = dense_attention(*wide, allowed=_allowed(mask, length))
+    grad_out = torch.autograd.grad(loss(dense.out), dense.out)[0]
+    grads = torch.autograd.grad(loss(dense.out), wide)
+    prepared = Prepared(shapes_of(flexcp.build_block_grid(mask, length)))
+    q, k, v = (x.detach() for x in p.inputs)
+    found = flash.forward(q, k, v, prepared, scale=0.25, fused=CPU_FLASH)
+    back = flash.backward(
+        grad_out.to(dtype), q, k, v, found.out, found.lse, prepared, scale=0.25, fused=CPU_FLASH
+    )
+    assert found.out.dtype == found.lse.dtype == torch.float32
+    assert_close(found.out, dense.out, dtype=dtype, what="out")
+    assert_close(found.lse, dense.lse, dtype=torch.float32, what="lse")
+    for what, actual, wanted in zip("qkv", (back.q, back.k, back.v), grads, strict=True):
+        assert_close(actual, wanted, dtype=dtype, what=f"d{what}", factor=2)
+
+
+def _allowed(mask: flexcp.Mask, length: int) -> torch.Tensor:
+    i = torch.arange(length)
+    zero = torch.zeros((), dtype=torch.int64)
+    return mask.mask_mod(zero, zero, i[:, None], i).expand(length, length)
