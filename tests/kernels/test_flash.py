@@ -1,4 +1,4 @@
-"""The kernel contract, against the oracle: partial results that merge, partial gradients that add."""
+"""The kernel contract against the oracle: results that merge, gradients that add up."""
 
 import pytest
 import torch

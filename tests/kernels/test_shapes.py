@@ -108,7 +108,7 @@ def test_equal_patterns_of_several_heads_are_one_plane() -> None:
 
 def test_keys_out_of_order_are_refused() -> None:
     grid = flexcp.build_block_grid(masks.causal(), 10)
-    with pytest.raises(FlexCPError, match="expected kv_positions that ascend.*sort the keys"):
+    with pytest.raises(FlexCPError, match=r"expected kv_positions that ascend.*sort the keys"):
         shapes_of(grid, kv_positions=torch.tensor([3, 2]))
 
 

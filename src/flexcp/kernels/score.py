@@ -24,7 +24,7 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # Without the `pointwise` tag, but acting on each element alone all the same.
 _ALSO_POINTWISE = frozenset(
     {
-        "_to_copy", "alias", "clone", "detach", "empty_like", "full_like", "lift_fresh",
+        "_to_copy", "alias", "clone", "detach", "empty_like", "floor_divide", "full_like", "lift_fresh",
         "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like",
     }
 )  # fmt: skip
