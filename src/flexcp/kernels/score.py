@@ -24,8 +24,8 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # Without the `pointwise` tag, but acting on each element alone all the same.
 _ALSO_POINTWISE = frozenset(
     {
-        "_to_copy", "alias", "clone", "detach", "empty_like", "floor_divide", "full_like", "lift_fresh",
-        "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like",
+        "_to_copy", "alias", "clone", "detach", "empty_like", "floor_divide", "full_like",
+        "lift_fresh", "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like",
     }
 )  # fmt: skip
 
@@ -172,6 +172,10 @@ class _Watcher(TorchDispatchMode):
         self, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # In inference mode, `a & b` arrives as `__and__`.
+            with self:
+                return func.decompose(*args, **kwargs)
         operands = _tensors((args, tuple(kwargs.values())))
         touched = any(id(x) in self._touched for x in operands)
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -174,6 +174,10 @@ class _Recorder(TorchDispatchMode):
         self, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # In inference mode and inside of custom ops, `a & b` arrives as `__and__`.
+            with self:
+                return func.decompose(*args, **kwargs)
         touched = [x for x in _tensors((args, list(kwargs.values()))) if isinstance(x, _Index)]
         self._refuse_untraceable(func, args, bool(touched))
         if not touched:

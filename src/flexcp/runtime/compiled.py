@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.errors import FlexCPError
 from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.registry import choose
+from flexcp.masks import Mask
 from flexcp.runtime.autograd import Call, run_backward, run_forward
 from flexcp.runtime.planning import MaskLike, prepare
 from flexcp.tokens import owner_of
@@ -26,6 +28,12 @@ _TOKEN = -2
 
 
 def _number_of(mask: object) -> int:
+    if isinstance(mask, Mask) and "mask_mod" not in vars(mask):
+        raise FlexCPError(
+            "a mask that exists before the compiled function is called",
+            "one that is made inside of it",
+            "make it outside and pass it in; it may be another one at every call",
+        )
     for number, known in enumerate(_constants):
         if known is mask:
             return number

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -25,7 +27,18 @@ def prepare(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> Prepared
     """The shapes of a mask for these tensors, made on first use and kept with the mask object."""
     if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
         return _full(query.shape[2], key.shape[2])
-    return prepared_for(_grid(block_mask, query, key))
+    with _outside_of_transforms():
+        return prepared_for(_grid(block_mask, query, key))
+
+
+def _outside_of_transforms() -> AbstractContextManager[object]:
+    """Planning looks at masks, not at what is being differentiated or mapped over."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    cleared: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
+    return cleared
 
 
 @lru_cache(maxsize=64)
