@@ -9,7 +9,8 @@ from flexcp.blocks.axis import Axis
 from flexcp.blocks.descent import Descent, count_pairs
 from flexcp.blocks.grid import BlockGrid
 from flexcp.blocks.measured import MeasuredMask, measure_mask
-from flexcp.blocks.runs import BlockKind, Runs, in_parts
+from flexcp.blocks.pick import in_parts
+from flexcp.blocks.runs import BlockKind, Runs
 from flexcp.masks import trace_mask
 
 _MOST_PAIRS = 1 << 22
@@ -33,7 +34,12 @@ def token_areas(grid: BlockGrid, blocks: Tensor) -> Tensor:
     widths = torch.cat([torch.zeros(1, dtype=torch.int64), grid.kv_axis.sizes.cumsum(0)])
     row = (grid.q_axis.first[blocks][:, None] + torch.arange(bq))[inside]
     of_row = torch.nonzero(inside)[:, 0]
-    fine = measure_mask(trace_mask(grid.mask.mask_mod), grid.planes, Axis(row, row), grid.kv_axis)
+    fine = measure_mask(
+        trace_mask(grid.mask.mask_mod),
+        grid.planes,
+        Axis(row, row, torch.ones_like(row)),
+        grid.kv_axis,
+    )
     single = Descent(fine).run().unstacked(len(grid.runs))
     for plane, (own, runs) in enumerate(zip(areas, grid.runs, strict=True)):
         which, run = runs_of_rows(runs, blocks)
@@ -90,6 +96,11 @@ def _areas(
         found[part] = count_pairs(fine, which, row[at[part]], col[part])[0]
     pairs = (widths[stop] - widths[start])[full]
     return torch.cat([row[full], row[at]]), torch.cat([pairs, found])
+
+
+def areas_by_plane(grid: BlockGrid) -> Tensor:
+    """int64 [planes, rows] Allowed pairs of every row of tiles, once for each pattern."""
+    return grid._plane_areas
 
 
 def runs_of_rows(runs: Runs, rows: Tensor) -> tuple[Tensor, Tensor]:

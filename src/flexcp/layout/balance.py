@@ -1,0 +1,132 @@
+"""The balanced layout: equal token counts, equal work, and as little to move as that allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexcp.blocks import BlockGrid
+from flexcp.layout.fill import fold
+from flexcp.layout.layout import Layout
+from flexcp.layout.policies import contiguous, even_edges
+from flexcp.layout.reach import rows_needed
+from flexcp.layout.work import Work, area_per_rank
+
+_EVEN = 1.0175
+"""Work that is as even as this is not worth moving tokens for."""
+
+
+def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 512.0) -> Layout:
+    """The layout for one or several masks on which the slowest rank is fastest.
+
+    Ranks get token counts that differ by at most one. The work is the sum over all masks. If the
+    sequence in plain order is as good as even, it stays (a window remains a halo exchange);
+    otherwise the layout is a `fold`. Masks that differ between batch elements get a lane for each.
+
+    Args:
+        grids: Block grids of the masks, over the same tokens and with the same block size.
+        ranks: How many ranks share the sequence.
+        pairs_per_row: How many pairs a rank computes, over all heads, in the time in which it
+            receives one row of K and V.
+
+    >>> import flexcp
+    >>> window = flexcp.build_block_grid(flexcp.masks.sliding_window(100), 8192)
+    >>> balanced([window], 4)
+    Layout(balanced: 8192 tokens on 4 ranks, 2048 each, 4 runs)
+    >>> causal = flexcp.build_block_grid(flexcp.masks.causal(), 8192)
+    >>> balanced([causal], 4)
+    Layout(balanced: 8192 tokens on 4 ranks, 2048 each, 7 runs)
+    """
+    elements = max(_elements(grid) for grid in grids)
+    if elements > 1:
+        lanes = [_one_lane(grids, ranks, lane, pairs_per_row) for lane in range(elements)]
+        return Layout.stacked(lanes, name="balanced")
+    return _one_lane(grids, ranks, None, pairs_per_row)
+
+
+def imbalance_bound(work: Tensor, tokens: int, ranks: int, block: int, heaviest: int) -> float:
+    """The least max/mean work that any layout with even token counts can have.
+
+    Some rank has the heaviest row, and at least the lightest rows besides.
+
+    Args:
+        work: int64 [n] Pairs of each block of rows.
+        tokens: Length of the sequence.
+        ranks: How many ranks share it.
+        block: Rows of a block.
+        heaviest: Pairs of the heaviest single row.
+    """
+    total = int(work.sum())
+    if total == 0 or ranks == 0:
+        return 1.0
+    others = max(0, tokens // ranks - 1 - block) // block  # whole blocks that it has at least
+    lightest = int(work.sort().values[:others].sum())
+    return max(1.0, (heaviest + lightest) * ranks / total)
+
+
+def _elements(grid: BlockGrid) -> int:
+    """1 if all batch elements have the same planes."""
+    same = bool((grid.planes.of == grid.planes.of[:1]).all())
+    return 1 if same else grid.batch
+
+
+def _one_lane(
+    grids: Sequence[BlockGrid], ranks: int, lane: int | None, pairs_per_row: float
+) -> Layout:
+    work = Work.of(grids, lane)
+    plain = contiguous(work.seq_len, ranks)
+    if _imbalance(work, plain) <= _EVEN:
+        if _local(work, ranks):
+            return _named(plain)
+        folded = fold(work, ranks)
+        return min((_named(plain), folded), key=lambda x: _slowest(grids, work, x, pairs_per_row))
+    return fold(work, ranks)
+
+
+def _imbalance(work: Work, layout: Layout) -> float:
+    """max/mean over ranks; blocks that are cut count in proportion, which is near enough here."""
+    edges = even_edges(work.seq_len, layout.ranks)
+    whole = torch.div(edges, work.block, rounding_mode="floor").clamp(max=work.blocks.numel() - 1)
+    rows = edges - whole * work.block
+    size = torch.minimum(torch.tensor(work.block), work.seq_len - whole * work.block)
+    ahead = work.before[whole] + torch.div(work.blocks[whole] * rows, size, rounding_mode="floor")
+    areas = ahead.diff().double()
+    return float(areas.max() / areas.mean().clamp(min=1))
+
+
+def _local(work: Work, ranks: int) -> bool:
+    """Whether every row sees only what is near, as under a window."""
+    share = work.seq_len / ranks
+    for grid in work.grids:
+        for runs in grid.runs:
+            left = (runs.row - runs.start).clamp(min=0)
+            right = (runs.stop - 1 - runs.row).clamp(min=0)
+            if len(runs) and float(torch.maximum(left, right).max()) * work.block > 2 * share:
+                return False
+    return True
+
+
+def _slowest(grids: Sequence[BlockGrid], work: Work, layout: Layout, pairs_per_row: float) -> float:
+    areas = torch.zeros(layout.ranks, dtype=torch.int64)
+    areas.index_add_(0, layout.rank, work.of_stretches(layout.start, layout.stop))
+    rows = rows_needed(grids, layout).counts(layout.ranks)
+    # Transfers hide behind compute; a tenth of them is taken not to.
+    moved = rows.double() * pairs_per_row
+    return float((torch.maximum(areas.double(), moved) + 0.1 * moved).max())
+
+
+def _named(layout: Layout) -> Layout:
+    return Layout(
+        "balanced",
+        layout.seq_len,
+        layout.ranks,
+        layout.lanes,
+        layout.rank,
+        layout.start,
+        layout.stop,
+    )
+
+
+__all__ = ["area_per_rank", "balanced", "imbalance_bound"]

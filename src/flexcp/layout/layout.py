@@ -1,0 +1,285 @@
+"""Layout: who owns which tokens, as runs of consecutive tokens per rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+from flexcp.layout.rows import RowSets, expand, row_sets
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Runs of tokens per rank, in the order in which the rank stores them.
+
+    Any length, any number of ranks, ranks without tokens included. One lane is one assignment of
+    all positions; a layout has one lane for the whole batch, or one for each batch element, and
+    then every rank has as many tokens in each of them.
+
+    >>> layout = Layout.of_runs([[(0, 2), (6, 8)], [(2, 6)]])
+    >>> layout.positions(0)
+    tensor([0, 1, 6, 7])
+    >>> x = torch.arange(8) * 10
+    >>> layout.shard(x, 0, rank=1)
+    tensor([20, 30, 40, 50])
+    >>> layout.restore([layout.shard(x, 0, rank=r) for r in range(2)], 0)
+    tensor([ 0, 10, 20, 30, 40, 50, 60, 70])
+    """
+
+    name: str
+    """What made it."""
+    seq_len: int
+    """Tokens of the whole sequence."""
+    ranks: int
+    """How many ranks there are, with or without tokens."""
+    lanes: int
+    """1, or the number of batch elements."""
+    rank: Tensor
+    """int64 [N] Owner of each run, never falling."""
+    start: Tensor
+    """int64 [N] First row of each run: lane * seq_len + position."""
+    stop: Tensor
+    """int64 [N] Row after the last of each run; a run stays within its lane."""
+
+    def __post_init__(self) -> None:
+        _require_partition(self)
+
+    @classmethod
+    def of_runs(
+        cls,
+        runs: Sequence[Sequence[tuple[int, int]]],
+        *,
+        seq_len: int | None = None,
+        name: str = "custom",
+    ) -> Layout:
+        """From (start, stop) pairs of positions for each rank."""
+        table = [(r, a, b) for r, own in enumerate(runs) for a, b in own if a != b]
+        rank, start, stop = torch.tensor(table, dtype=torch.int64).reshape(-1, 3).unbind(1)
+        length = int(stop.max()) if seq_len is None and len(table) else (seq_len or 0)
+        return cls(name, length, len(runs), 1, rank.clone(), start.clone(), stop.clone())
+
+    @classmethod
+    def of_positions(cls, positions: Sequence[Tensor], *, name: str = "custom") -> Layout:
+        """From int64 [L] positions for each rank, or [B, L] for one lane per batch element."""
+        lanes = max((p.shape[0] for p in positions if p.dim() == 2), default=1)
+        rows = [_flat_rows(p, lanes, sum(q.shape[-1] for q in positions)) for p in positions]
+        return cls.of_rows(
+            rows, seq_len=sum(p.shape[-1] for p in positions), lanes=lanes, name=name
+        )
+
+    @classmethod
+    def of_rows(
+        cls, rows: Sequence[Tensor], *, seq_len: int, lanes: int = 1, name: str = "custom"
+    ) -> Layout:
+        """From int64 [lanes * L] rows for each rank, lane after lane."""
+        row = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
+        owner = torch.repeat_interleave(
+            torch.arange(len(rows)), torch.tensor([r.numel() for r in rows], dtype=torch.int64)
+        )
+        if row.numel() == 0:
+            return cls(name, seq_len, len(rows), lanes, owner, row, row)
+        lane = torch.div(row, max(seq_len, 1), rounding_mode="floor")
+        opens = torch.ones_like(row, dtype=torch.bool)
+        opens[1:] = (row.diff() != 1) | (owner.diff() != 0) | (lane.diff() != 0)
+        closes = torch.ones_like(opens)
+        closes[:-1] = opens[1:]
+        return cls(name, seq_len, len(rows), lanes, owner[opens], row[opens], row[closes] + 1)
+
+    @classmethod
+    def stacked(cls, lanes: Sequence[Layout], *, name: str | None = None) -> Layout:
+        """One lane per batch element, from a layout for each.
+
+        >>> a = Layout.of_runs([[(0, 2)], [(2, 4)]])
+        >>> b = Layout.of_runs([[(2, 4)], [(0, 2)]])
+        >>> Layout.stacked([a, b]).positions(0)
+        tensor([[0, 1],
+                [2, 3]])
+        """
+        first = lanes[0]
+        if any((x.seq_len, x.ranks, x.lanes) != (first.seq_len, first.ranks, 1) for x in lanes):
+            raise FlexCPError(
+                "layouts of one lane with the same length and ranks",
+                ", ".join(f"{x.seq_len} tokens on {x.ranks} ranks" for x in lanes),
+                "make one layout per batch element with the same seq_len and ranks",
+            )
+        rank = torch.cat([x.rank for x in lanes])
+        order = torch.argsort(rank, stable=True)
+        offsets = [b * first.seq_len for b in range(len(lanes))]
+        start = torch.cat([x.start + o for x, o in zip(lanes, offsets, strict=True)])
+        stop = torch.cat([x.stop + o for x, o in zip(lanes, offsets, strict=True)])
+        return cls(
+            name or first.name,
+            first.seq_len,
+            first.ranks,
+            len(lanes),
+            rank[order],
+            start[order],
+            stop[order],
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of all lanes together."""
+        return self.seq_len * self.lanes
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """int64 [ranks] Tokens of each rank, in each lane."""
+        found = torch.zeros(self.ranks, dtype=torch.int64)
+        return found.index_add_(0, self.rank, self.stop - self.start) // self.lanes
+
+    @cached_property
+    def owned(self) -> RowSets:
+        """The rows of each rank as sets, without their order."""
+        return row_sets(self.rank, self.start, self.stop)
+
+    @cached_property
+    def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [N] Start, stop and owner of all runs, sorted by row."""
+        start, order = torch.sort(self.start)
+        return start, self.stop[order], self.rank[order]
+
+    def positions(self, rank: int) -> Tensor:
+        """int64 [L] Global positions of a rank's tokens in their order; [B, L] with lanes."""
+        rows = self.rows_of(rank)
+        if self.lanes == 1:
+            return rows
+        return rows.view(self.lanes, -1) % self.seq_len
+
+    def rows_of(self, rank: int) -> Tensor:
+        """int64 [lanes * L] Rows of a rank in their order, lane after lane."""
+        if not 0 <= rank < self.ranks:
+            raise FlexCPError(
+                f"a rank between 0 and {self.ranks - 1}", str(rank), "see layout.ranks"
+            )
+        at = self.rank == rank
+        start, stop = self.start[at], self.stop[at]
+        run, offset = expand(stop - start)
+        return start[run] + offset
+
+    @cached_property
+    def restore_index(self) -> Tensor:
+        """int64 [rows] Where each row is when the ranks' rows are put one after the other."""
+        order = torch.cat([self.rows_of(r) for r in range(self.ranks)])
+        return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+
+    def shard(self, x: Tensor, dim: int, *, rank: int, batch_dim: int = 0) -> Tensor:
+        """A rank's rows of a full tensor; differentiable."""
+        dim = _require_dim(x, dim, self.seq_len, "the layout's sequence length")
+        index = self.positions(rank).to(x.device)
+        if self.lanes == 1:
+            return x.index_select(dim, index)
+        return _by_lane(x, dim, index, self._require_batch_dim(x, dim, batch_dim))
+
+    def restore(self, parts: Sequence[Tensor], dim: int, *, batch_dim: int = 0) -> Tensor:
+        """The full tensor from the parts of all ranks, in order of rank; differentiable."""
+        for rank, part in enumerate(parts):
+            _require_dim(part, dim, int(self.counts[rank]), f"the tokens of rank {rank}")
+        whole = torch.cat(list(parts), dim=dim)
+        dim = dim % whole.dim()
+        if self.lanes == 1:
+            return whole.index_select(dim, self.restore_index.to(whole.device))
+        batch_dim = self._require_batch_dim(whole, dim, batch_dim)
+        order = torch.cat([self.positions(r) for r in range(self.ranks)], dim=1)
+        index = torch.empty_like(order).scatter_(
+            1, order, torch.arange(self.seq_len).expand_as(order)
+        )
+        return _by_lane(whole, dim, index.to(whole.device), batch_dim)
+
+    def _require_batch_dim(self, x: Tensor, dim: int, batch_dim: int) -> int:
+        batch_dim = batch_dim % x.dim()
+        if batch_dim == dim or x.shape[batch_dim] != self.lanes:
+            raise FlexCPError(
+                f"a tensor with {self.lanes} batch elements along dim {batch_dim}, since the "
+                "layout differs between them",
+                f"shape {tuple(x.shape)} to be sharded along dim {dim}",
+                "pass the whole batch, and batch_dim if it is not the first dimension",
+            )
+        return batch_dim
+
+    def fingerprint(self) -> str:
+        """A short text that is equal for equal layouts."""
+        text = repr((self.seq_len, self.ranks, self.lanes)).encode()
+        table = torch.stack([self.rank, self.start, self.stop]).reshape(-1).tolist()
+        return hashlib.sha256(text + repr(table).encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every rank has the same tokens in the same order."""
+        return isinstance(other, Layout) and self.fingerprint() == other.fingerprint()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        counts = self.counts
+        least, most = int(counts.min()), int(counts.max())
+        sizes = str(most) if least == most else f"{least} to {most}"
+        lanes = f", {self.lanes} lanes" if self.lanes > 1 else ""
+        return (
+            f"Layout({self.name}: {self.seq_len} tokens on {self.ranks} ranks{lanes}, "
+            f"{sizes} each, {self.rank.numel()} runs)"
+        )
+
+
+def _flat_rows(positions: Tensor, lanes: int, seq_len: int) -> Tensor:
+    positions = positions.to(torch.int64)
+    if positions.dim() == 1:
+        positions = positions.expand(lanes, -1)
+    return (positions + torch.arange(lanes)[:, None] * seq_len).reshape(-1)
+
+
+def _by_lane(x: Tensor, dim: int, index: Tensor, batch_dim: int) -> Tensor:
+    """X with its own choice along `dim` for each batch element; index is [B, L]."""
+    moved = x.movedim((batch_dim, dim), (0, 1))
+    lane = torch.arange(index.shape[0], device=x.device)[:, None]
+    return moved[lane, index].movedim((0, 1), (batch_dim, dim))
+
+
+def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
+        raise FlexCPError(
+            f"a tensor with {size} along dim {dim}, {meaning}",
+            f"shape {tuple(x.shape)}",
+            "pass the dimension of the sequence, and a tensor of the length that was planned for",
+        )
+    return dim % x.dim()
+
+
+def _require_partition(layout: Layout) -> None:
+    start, order = torch.sort(layout.start)
+    stop = layout.stop[order]
+    edges = torch.cat([torch.zeros(1, dtype=torch.int64), stop])
+    whole = torch.cat([start, torch.full((1,), layout.rows)])
+    if not torch.equal(edges, whole) or bool((start >= stop).any()):
+        wrong = int(torch.nonzero(edges != whole)[0]) if not torch.equal(edges, whole) else 0
+        raise FlexCPError(
+            f"runs that hold each of {layout.rows} rows once",
+            f"runs that leave out or repeat rows near {int(edges[wrong])}",
+            "make the layout for the sequence length that it is used with, every token on one rank",
+        )
+    if (
+        layout.rank.numel()
+        and not 0 <= int(layout.rank.min()) <= int(layout.rank.max()) < layout.ranks
+    ):
+        raise FlexCPError(
+            f"owners between 0 and {layout.ranks - 1}",
+            f"{int(layout.rank.min())} to {int(layout.rank.max())}",
+            "give the layout as many ranks as own tokens",
+        )
+    assert bool((layout.rank.diff() >= 0).all()), "runs are not sorted by rank"
+    if layout.lanes > 1:
+        lane = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
+        sizes = torch.zeros(layout.ranks * layout.lanes, dtype=torch.int64)
+        sizes.index_add_(0, layout.rank * layout.lanes + lane, layout.stop - layout.start)
+        per_lane = sizes.view(layout.ranks, layout.lanes)
+        if bool((per_lane != per_lane[:, :1]).any()):
+            raise FlexCPError(
+                "as many tokens of each batch element on a rank",
+                f"{per_lane.tolist()}" if per_lane.numel() < 64 else "different counts",
+                "let the ranks' token counts be the same for every batch element",
+            )

@@ -1,0 +1,134 @@
+"""Sets of rows as sorted stretches, for many ranks at once.
+
+A row is a token of one lane: `lane * seq_len + position`. With one layout for the whole batch there
+is one lane, and a row is a position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RowSets:
+    """One set of rows per rank: stretches that neither touch nor overlap, sorted by rank, start."""
+
+    rank: Tensor
+    """int64 [N] Whose set the stretch belongs to."""
+    start: Tensor
+    """int64 [N] First row."""
+    stop: Tensor
+    """int64 [N] Row after the last."""
+
+    def __len__(self) -> int:
+        return self.rank.numel()
+
+    def counts(self, ranks: int) -> Tensor:
+        """int64 [ranks] Rows in each set."""
+        found = torch.zeros(ranks, dtype=torch.int64)
+        return found.index_add_(0, self.rank, self.stop - self.start)
+
+    def of(self, rank: int) -> list[tuple[int, int]]:
+        """The stretches of one rank."""
+        at = self.rank == rank
+        return list(zip(self.start[at].tolist(), self.stop[at].tolist(), strict=True))
+
+
+def row_sets(rank: Tensor, start: Tensor, stop: Tensor) -> RowSets:
+    """The union of stretches that may overlap, per rank.
+
+    >>> sets = row_sets(torch.tensor([1, 0, 1]), torch.tensor([5, 0, 2]), torch.tensor([8, 3, 6]))
+    >>> sets.of(0), sets.of(1)
+    ([(0, 3)], [(2, 8)])
+    """
+    keep = start < stop
+    rank, start, stop = rank[keep], start[keep], stop[keep]
+    if rank.numel() == 0:
+        return RowSets(rank, start, stop)
+    wide = int(stop.max()) + 1
+    key, order = torch.sort(rank * wide + start)
+    last = (rank * wide + stop)[order]
+    reach = torch.cummax(last, dim=0).values
+    opens = torch.ones_like(key, dtype=torch.bool)
+    opens[1:] = key[1:] > reach[:-1]
+    begin = key[opens]
+    closes = torch.ones_like(opens)
+    closes[:-1] = opens[1:]
+    end = reach[closes]
+    rank = torch.div(begin, wide, rounding_mode="floor")
+    return RowSets(rank, begin - rank * wide, end - rank * wide)
+
+
+def expand(sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """For groups of given sizes: the group of each member, and its place within the group.
+
+    >>> expand(torch.tensor([2, 0, 3]))
+    (tensor([0, 0, 2, 2, 2]), tensor([0, 1, 0, 1, 2]))
+    """
+    group = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
+    ends = sizes.cumsum(0)
+    return group, torch.arange(group.numel()) - (ends - sizes)[group]
+
+
+def cut(
+    start: Tensor, stop: Tensor, edge_start: Tensor, edge_stop: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Stretches cut at the borders of sorted, disjoint pieces.
+
+    Returns, for every overlap: the stretch, the piece, and the overlap's start and stop.
+
+    >>> cut(torch.tensor([2]), torch.tensor([7]), torch.tensor([0, 4]), torch.tensor([4, 9]))
+    (tensor([0, 0]), tensor([0, 1]), tensor([2, 4]), tensor([4, 7]))
+    """
+    first = torch.searchsorted(edge_stop, start, right=True)
+    last = torch.searchsorted(edge_start, stop)
+    which, offset = expand((last - first).clamp(min=0))
+    piece = first[which] + offset
+    begin = torch.maximum(start[which], edge_start[piece])
+    end = torch.minimum(stop[which], edge_stop[piece])
+    return which, piece, begin, end
+
+
+def without(sets: RowSets, other: RowSets) -> RowSets:
+    """Rows of `sets` that are not in `other`, rank by rank.
+
+    >>> a = row_sets(torch.tensor([0]), torch.tensor([0]), torch.tensor([10]))
+    >>> b = row_sets(torch.tensor([0, 1]), torch.tensor([3, 0]), torch.tensor([5, 9]))
+    >>> without(a, b).of(0)
+    [(0, 3), (5, 10)]
+    """
+    if len(sets) == 0 or len(other) == 0:
+        return sets
+    wide = int(torch.maximum(sets.stop.max(), other.stop.max())) + 1
+    gaps = _complement(other, wide, int(torch.maximum(sets.rank.max(), other.rank.max())) + 1)
+    offset = sets.rank * wide
+    which, _, begin, end = cut(offset + sets.start, offset + sets.stop, *gaps)
+    rank = sets.rank[which]
+    return row_sets(rank, begin - rank * wide, end - rank * wide)
+
+
+def within(sets: RowSets, other: RowSets) -> RowSets:
+    """Rows that are in both, rank by rank.
+
+    >>> a = row_sets(torch.tensor([0]), torch.tensor([0]), torch.tensor([10]))
+    >>> b = row_sets(torch.tensor([0, 1]), torch.tensor([3, 0]), torch.tensor([15, 9]))
+    >>> within(a, b).of(0)
+    [(3, 10)]
+    """
+    if len(sets) == 0 or len(other) == 0:
+        return RowSets(sets.rank[:0], sets.start[:0], sets.stop[:0])
+    wide = int(torch.maximum(sets.stop.max(), other.stop.max())) + 1
+    a, b = sets.rank * wide, other.rank * wide
+    which, _, begin, end = cut(a + sets.start, a + sets.stop, b + other.start, b + other.stop)
+    rank = sets.rank[which]
+    return row_sets(rank, begin - rank * wide, end - rank * wide)
+
+
+def _complement(sets: RowSets, wide: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Starts and stops of all that is in no set, with rank r's rows at r * wide."""
+    start, stop = sets.rank * wide + sets.start, sets.rank * wide + sets.stop
+    zero, end = torch.zeros(1, dtype=torch.int64), torch.full((1,), ranks * wide)
+    return torch.cat([zero, stop]), torch.cat([start, end])

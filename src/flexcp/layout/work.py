@@ -1,0 +1,134 @@
+"""How much work rows are, over all masks, batch elements and heads of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from flexcp.blocks import BlockGrid
+from flexcp.blocks.tokens import areas_by_plane, token_areas, unlinked_neighbours
+from flexcp.layout.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Exact areas of one lane: allowed pairs of blocks of rows, summed over what shares the lane.
+
+    A grid that differs between batch elements counts once for each element of the lane.
+    """
+
+    grids: tuple[BlockGrid, ...]
+    """The masks of the plan; all with the same blocks."""
+    weights: tuple[Tensor, ...]
+    """int64 [planes] per grid: how many batch elements and heads of the lane have each plane."""
+
+    @classmethod
+    def of(
+        cls, grids: Sequence[BlockGrid], lane: int | None = None, heads: range | None = None
+    ) -> Work:
+        """The work of one batch element or of all together; of some heads or of all."""
+        chosen = [g.planes.of if lane is None else g.planes.of[lane : lane + 1] for g in grids]
+        if heads is not None:
+            chosen = [of[:, heads.start : heads.stop] for of in chosen]
+        weights = tuple(
+            torch.bincount(of.reshape(-1), minlength=len(g.runs))
+            for g, of in zip(grids, chosen, strict=True)
+        )
+        return cls(tuple(grids), weights)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens."""
+        return self.grids[0].q_len
+
+    @property
+    def block(self) -> int:
+        """Rows of a block."""
+        return self.grids[0].block_size[0]
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """int64 [n] Pairs of each block of rows."""
+        return sum(
+            (w[:, None] * areas_by_plane(g)).sum(0)
+            for g, w in zip(self.grids, self.weights, strict=True)
+        )  # type: ignore[return-value]
+
+    def tokens(self, blocks: Tensor) -> Tensor:
+        """int64 [n, block] Pairs of each row of some blocks."""
+        return sum(
+            (w[:, None, None] * token_areas(g, blocks)).sum(0)
+            for g, w in zip(self.grids, self.weights, strict=True)
+        )  # type: ignore[return-value]
+
+    @cached_property
+    def before(self) -> Tensor:
+        """int64 [n + 1] Pairs of all blocks before each."""
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.blocks.cumsum(0)])
+
+    def of_stretches(self, start: Tensor, stop: Tensor) -> Tensor:
+        """int64 Pairs of stretches of rows, exactly: cut blocks are looked at row by row."""
+        edges = torch.unique(torch.cat([start, stop]))
+        inner = edges[(edges % self.block != 0) & (edges < self.seq_len)]
+        block = torch.div(inner, self.block, rounding_mode="floor")
+        cut_blocks, place = torch.unique(block, return_inverse=True)
+        tokens = self.tokens(cut_blocks)
+        ahead = torch.cat([torch.zeros_like(tokens[:, :1]), tokens.cumsum(1)], dim=1)
+        known = self.before[
+            torch.div(edges, self.block, rounding_mode="floor").clamp(max=self.blocks.numel())
+        ]
+        known = torch.where(edges >= self.seq_len, self.before[-1], known)
+        known[(edges % self.block != 0) & (edges < self.seq_len)] += ahead[
+            place, inner % self.block
+        ]
+        return known[torch.searchsorted(edges, stop)] - known[torch.searchsorted(edges, start)]
+
+    @cached_property
+    def seams(self) -> Tensor:
+        """int64 [n] Positions where documents begin: tokens before and after are strangers."""
+        found: Tensor | None = None
+        for grid in self.grids:
+            own = unlinked_neighbours(grid)
+            own = own[_bridges(grid)[torch.div(own, self.block, rounding_mode="floor")]]
+            found = own if found is None else found[torch.isin(found, own)]
+        assert found is not None
+        return found
+
+
+def area_per_rank(
+    grids: Sequence[BlockGrid], layout: Layout, *, heads: range | None = None
+) -> Tensor:
+    """int64 [ranks] Allowed pairs of each rank's rows, over all masks, batch elements and heads."""
+    areas = torch.zeros(layout.ranks, dtype=torch.int64)
+    if layout.lanes == 1:
+        areas.index_add_(
+            0, layout.rank, Work.of(grids, None, heads).of_stretches(layout.start, layout.stop)
+        )
+        return areas
+    lane = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
+    for b in range(layout.lanes):
+        at = lane == b
+        start, stop = layout.start[at] - b * layout.seq_len, layout.stop[at] - b * layout.seq_len
+        areas.index_add_(0, layout.rank[at], Work.of(grids, b, heads).of_stretches(start, stop))
+    return areas
+
+
+def _bridges(grid: BlockGrid) -> Tensor:
+    """Per block: whether all that is before it and all that is after meet in it at most."""
+    rows, cols = grid.shape
+    meets = torch.ones(max(rows, cols), dtype=torch.bool)
+    for runs in grid.runs:
+        first = torch.full((rows + 1,), cols)
+        first.scatter_reduce_(0, runs.row, runs.start, "amin")
+        last = torch.full((rows + 1,), -1)
+        last.scatter_reduce_(0, runs.row, runs.stop - 1, "amax")
+        earliest_after = first.flip(0).cummin(0).values.flip(0)  # over rows >= i
+        latest_before = last.cummax(0).values  # over rows <= i
+        here = torch.arange(rows)
+        before = torch.cat([torch.full((1,), -1), latest_before[: rows - 1]])
+        meets[:rows] &= (earliest_after[1:] >= here) & (before <= here)
+    return meets
