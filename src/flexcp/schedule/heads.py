@@ -1,0 +1,51 @@
+"""Splitting heads over the ranks of a group: any counts, kv heads repeated where they must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcp.errors import FlexCPError
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """The heads that one rank of a group computes."""
+
+    q: range
+    """Query heads."""
+    kv: range
+    """The kv heads that those use; neighbours may share one."""
+
+    def kv_of(self, q_head: int, num_heads: int, num_kv_heads: int) -> int:
+        """Which of the slice's own kv heads a query head uses."""
+        return q_head * num_kv_heads // num_heads - self.kv.start
+
+
+def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadSlice, ...]:
+    """Query heads as even as possible; each part gets the kv heads that its query heads use.
+
+    >>> split_heads(8, 2, 4)[1]
+    HeadSlice(q=range(2, 4), kv=range(0, 1))
+    >>> [len(s.q) for s in split_heads(5, 5, 3)]
+    [1, 2, 2]
+    >>> [len(s.q) for s in split_heads(2, 1, 4)]
+    [0, 1, 0, 1]
+    """
+    require_heads(num_heads, num_kv_heads)
+    slices = []
+    for i in range(parts):
+        q = range(i * num_heads // parts, (i + 1) * num_heads // parts)
+        ratio = num_heads // num_kv_heads
+        kv = range(q.start // ratio, -(-q.stop // ratio)) if len(q) else range(0)
+        slices.append(HeadSlice(q, kv))
+    return tuple(slices)
+
+
+def require_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Query heads must be a multiple of kv heads."""
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise FlexCPError(
+            "num_heads to be a multiple of num_kv_heads, both at least 1",
+            f"num_heads={num_heads}, num_kv_heads={num_kv_heads}",
+            "pass the model's numbers of query heads and of key-value heads",
+        )

@@ -1,0 +1,85 @@
+"""Schedules by name; and the hybrid: heads split within groups, any other schedule between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexcp.blocks import BlockGrid
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout
+from flexcp.schedule.allgather import allgather
+from flexcp.schedule.exchange import exchange
+from flexcp.schedule.heads import split_heads
+from flexcp.schedule.needs import Needs
+from flexcp.schedule.ring import ring
+from flexcp.schedule.rounds import Schedule
+from flexcp.schedule.ulysses import grouped, ulysses
+
+SCHEDULES = ("exchange", "ring", "allgather", "ulysses", "hybrid")
+"""The names of all schedules."""
+
+
+def make_schedule(
+    name: str,
+    grids: Sequence[BlockGrid],
+    layout: Layout,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    inner: int = 1,
+    between: str = "exchange",
+    needs: Needs | None = None,
+) -> Schedule:
+    """A schedule for some masks on a layout.
+
+    Args:
+        name: One of `SCHEDULES`.
+        grids: The masks that are computed together; usually one.
+        layout: Who owns which rows.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads; as many as query heads if not given.
+        inner: For hybrid: how many consecutive ranks share the heads.
+        between: For hybrid: what runs between groups.
+        needs: Who needs what between groups, if known.
+
+    >>> import flexcp
+    >>> from flexcp.layout import contiguous
+    >>> grid = flexcp.build_block_grid(flexcp.masks.sliding_window(2), 12)
+    >>> schedule = make_schedule("exchange", [grid], contiguous(12, 3))
+    >>> schedule.steps(1, "forward")[1].receives
+    ((0, ((2, 4),)),)
+    """
+    if name not in SCHEDULES:
+        raise FlexCPError(
+            f"a schedule among {', '.join(SCHEDULES)}", repr(name), "pass one of those, or 'auto'"
+        )
+    if name == "ulysses":
+        inner, between = layout.ranks, "ulysses"
+    elif name != "hybrid":
+        inner, between = 1, name
+    if inner < 1 or layout.ranks % inner:
+        raise FlexCPError(
+            f"groups that divide {layout.ranks} ranks",
+            f"groups of {inner}",
+            "pass a mesh of shape (groups, ranks of a group)",
+        )
+    groups = grouped(layout, inner)
+    if between == "exchange":
+        forward, backward = exchange(needs or Needs.of(grids, groups))
+    elif between == "ring":
+        forward, backward = ring(groups)
+    elif between == "allgather":
+        forward, backward = allgather(groups)
+    else:
+        forward, backward = ulysses(groups)
+    return Schedule(
+        name,
+        layout,
+        groups,
+        inner,
+        split_heads(num_heads, num_kv_heads or num_heads, inner),
+        forward,
+        backward,
+        between=between,
+        keeps_kv=between == "allgather",
+    )

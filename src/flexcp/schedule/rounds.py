@@ -1,0 +1,228 @@
+"""The few step types that every schedule consists of, as tables.
+
+A schedule runs in rounds. In each, some rows of K and V move from one rank to another, and every
+rank then computes all of its queries against some rows of K and V. In the backward pass, partial
+gradients of those rows move afterwards. One line of a table is both the send and the receive, so
+the two always match.
+
+With heads split over the ranks of a group (`inner` > 1), the tables speak of groups. Rank
+`g * inner + u` runs group g's lines for its own slice of heads, with the ranks of the same u.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flexcp.layout import Layout
+from flexcp.schedule.heads import HeadSlice
+
+
+def _none() -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Rows that move, sorted by round, target, source, start."""
+
+    round: Tensor
+    """int64 [N] When."""
+    source: Tensor
+    """int64 [N] From whom."""
+    target: Tensor
+    """int64 [N] To whom."""
+    start: Tensor
+    """int64 [N] First row."""
+    stop: Tensor
+    """int64 [N] Row after the last."""
+
+    @classmethod
+    def none(cls) -> Transfers:
+        """No transfers."""
+        return cls(_none(), _none(), _none(), _none(), _none())
+
+    @classmethod
+    def ordered(
+        cls, round_: Tensor, source: Tensor, target: Tensor, start: Tensor, stop: Tensor
+    ) -> Transfers:
+        """Sorts lines, and joins those that continue each other."""
+        order = torch.argsort(start, stable=True)
+        for key in (source, target, round_):
+            order = order[torch.argsort(key[order], stable=True)]
+        columns = [x[order] for x in (round_, source, target, start, stop)]
+        if order.numel() == 0:
+            return cls(*columns)
+        same = torch.stack([c.diff() == 0 for c in columns[:3]]).all(0)
+        opens = torch.ones(order.numel(), dtype=torch.bool)
+        opens[1:] = ~(same & (columns[3][1:] == columns[4][:-1]))
+        closes = torch.ones_like(opens)
+        closes[:-1] = opens[1:]
+        first = [c[opens] for c in columns]
+        return cls(first[0], first[1], first[2], first[3], columns[4][closes])
+
+    def __len__(self) -> int:
+        return self.round.numel()
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [N] How many rows each line moves."""
+        return self.stop - self.start
+
+    def received(self, ranks: int) -> Tensor:
+        """int64 [ranks] Rows that each rank receives."""
+        return torch.zeros(ranks, dtype=torch.int64).index_add_(0, self.target, self.rows)
+
+    def reversed(self) -> Transfers:
+        """The same rows in the other direction."""
+        return Transfers.ordered(self.round, self.target, self.source, self.start, self.stop)
+
+
+@dataclass(frozen=True, eq=False)
+class Tasks:
+    """What is computed: all queries that a rank holds against some rows, as the mask allows."""
+
+    round: Tensor
+    """int64 [N] When, never falling."""
+    rank: Tensor
+    """int64 [N] By whom."""
+    start: Tensor
+    """int64 [N] First row of keys."""
+    stop: Tensor
+    """int64 [N] Row after the last."""
+
+    @classmethod
+    def of_layout(cls, layout: Layout, round_: int = 0) -> Tasks:
+        """Every rank against its own rows."""
+        sets = layout.owned
+        return cls(torch.full_like(sets.rank, round_), sets.rank, sets.start, sets.stop)
+
+    @classmethod
+    def after(cls, moves: Transfers, *before: Tasks) -> Tasks:
+        """Each row as soon as it has arrived, after what comes before."""
+        tables = [*before, cls(moves.round, moves.target, moves.start, moves.stop)]
+        round_ = torch.cat([t.round for t in tables])
+        order = torch.argsort(round_, stable=True)
+        rest = (torch.cat([getattr(t, n) for t in tables]) for n in ("rank", "start", "stop"))
+        return cls(round_[order], *(x[order] for x in rest))
+
+    def __len__(self) -> int:
+        return self.round.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """The forward or the backward pass."""
+
+    rounds: int
+    """How many rounds."""
+    moves: Transfers
+    """K and V rows; they arrive before the work of their round."""
+    work: Tasks
+    """What is computed."""
+    returns: Transfers = field(default_factory=Transfers.none)
+    """dK and dV rows; they leave after the work of their round. The source sends all that it has
+    gathered for these rows, and forgets it; the target adds it to its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One round as one rank sees it. Peers are ranks, rows are (start, stop) pairs."""
+
+    receives: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """K and V rows, by peer in ascending order; rows of one peer come in one message."""
+    sends: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """Likewise."""
+    work: tuple[tuple[int, int], ...]
+    """Rows of K and V that the rank's queries are computed against now, ascending."""
+    returns_in: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """dK and dV rows to receive and add, after the work."""
+    returns_out: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """dK and dV rows to send, after the work."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Who needs what, and when it moves; the same for every rank."""
+
+    name: str
+    """What made it."""
+    layout: Layout
+    """Where tokens live outside of attention."""
+    groups: Layout
+    """Which rows each group computes the queries of; the layout itself if groups are ranks."""
+    inner: int
+    """Ranks of a group, among which the heads are split."""
+    heads: tuple[HeadSlice, ...]
+    """Query and kv heads of each rank of a group."""
+    forward: Pass
+    """Between groups."""
+    backward: Pass
+    """Between groups."""
+    between: str = "exchange"
+    """What runs between groups: exchange, ring, allgather, or nothing ("ulysses")."""
+    keeps_kv: bool = False
+    """Whether the rows that forward received are kept for backward, which then moves none."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return self.layout.ranks
+
+    def group_of(self, rank: int) -> tuple[int, int]:
+        """Group of a rank, and its place there."""
+        return rank // self.inner, rank % self.inner
+
+    def members(self, rank: int) -> range:
+        """The ranks of the group of a rank: they swap rows for heads before and after."""
+        first = rank // self.inner * self.inner
+        return range(first, first + self.inner)
+
+    def steps(self, rank: int, direction: Literal["forward", "backward"]) -> tuple[Step, ...]:
+        """What one rank does, round by round."""
+        what = self.forward if direction == "forward" else self.backward
+        group, place = self.group_of(rank)
+        tables = (
+            _by_round(what.moves, what.moves.target == group, what.moves.source),
+            _by_round(what.moves, what.moves.source == group, what.moves.target),
+            _by_round(what.returns, what.returns.target == group, what.returns.source),
+            _by_round(what.returns, what.returns.source == group, what.returns.target),
+        )
+        own = what.work.rank == group
+        work: dict[int, list[tuple[int, int]]] = {}
+        for i, a, b in zip(
+            *(x[own].tolist() for x in (what.work.round, what.work.start, what.work.stop)),
+            strict=True,
+        ):
+            work.setdefault(i, []).append((a, b))
+
+        def messages(
+            table: dict[int, dict[int, list[tuple[int, int]]]], i: int
+        ) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+            peers = sorted(table.get(i, {}).items())
+            return tuple((peer * self.inner + place, tuple(rows)) for peer, rows in peers)
+
+        receives, sends, back_in, back_out = tables
+        return tuple(
+            Step(
+                messages(receives, i),
+                messages(sends, i),
+                tuple(sorted(work.get(i, []))),
+                messages(back_in, i),
+                messages(back_out, i),
+            )
+            for i in range(what.rounds)
+        )
+
+
+def _by_round(
+    table: Transfers, chosen: Tensor, peer: Tensor
+) -> dict[int, dict[int, list[tuple[int, int]]]]:
+    found: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    columns = (x[chosen].tolist() for x in (table.round, peer, table.start, table.stop))
+    for i, p, a, b in zip(*columns, strict=True):
+        found.setdefault(i, {}).setdefault(p, []).append((a, b))
+    return found
