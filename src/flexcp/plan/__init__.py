@@ -1,0 +1,21 @@
+"""The choice of layout and schedule, with its price."""
+
+from flexcp.plan.cost import Cost, price
+from flexcp.plan.machine import PRESETS, Machine
+from flexcp.plan.mesh import Ranks
+from flexcp.plan.plan import Plan
+from flexcp.plan.planner import make_plan
+from flexcp.plan.shape import AttentionShape
+from flexcp.plan.stats import Stats
+
+__all__ = [
+    "PRESETS",
+    "AttentionShape",
+    "Cost",
+    "Machine",
+    "Plan",
+    "Ranks",
+    "Stats",
+    "make_plan",
+    "price",
+]

@@ -1,0 +1,241 @@
+"""Trying layouts and schedules, and keeping the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from flexcp.blocks import BlockGrid
+from flexcp.errors import FlexCPError
+from flexcp.layout import (
+    Layout,
+    balanced,
+    contiguous,
+    head_tail,
+    per_document_head_tail,
+    ptrr,
+    striped,
+)
+from flexcp.layout.work import Work
+from flexcp.plan.cost import Cost, price
+from flexcp.plan.load import Load
+from flexcp.plan.machine import Machine
+from flexcp.plan.mesh import Ranks
+from flexcp.plan.shape import AttentionShape
+from flexcp.schedule import Needs, Schedule, make_schedule
+from flexcp.schedule.ulysses import grouped
+
+LAYOUTS = ("auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced")
+"""The names of all layouts."""
+_DENSE = 0.2
+"""From this share of an all-gather on, rotating or gathering everything may be as good."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be planned."""
+
+    grids: Mapping[str, BlockGrid]
+    ranks: Ranks
+    shape: AttentionShape
+    machine: Machine
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens."""
+        return next(iter(self.grids.values())).q_len
+
+    @cached_property
+    def pairs_per_row(self) -> float:
+        """Pairs, over all heads, that a rank computes while it receives one row of K and V."""
+        row = self.shape.kv_bytes(self.shape.num_kv_heads) * self.shape.batch
+        return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A layout with a schedule for every mask."""
+
+    layout: Layout
+    schedules: Mapping[str, Schedule]
+    costs: Mapping[str, Cost]
+
+    @property
+    def seconds(self) -> float:
+        """Sum over all masks."""
+        return sum(c.seconds for c in self.costs.values())
+
+    @property
+    def compute(self) -> float:
+        """The same without transfers."""
+        return sum(c.compute for c in self.costs.values())
+
+    @property
+    def name(self) -> str:
+        """Layout and schedules, for a table."""
+        names = dict.fromkeys(describe(s) for s in self.schedules.values())
+        return f"{self.layout.name} + {', '.join(names)}"
+
+
+def describe(schedule: Schedule) -> str:
+    """The schedule's name, with its parts for a hybrid."""
+    if schedule.name != "hybrid":
+        return schedule.name
+    return f"hybrid {schedule.groups.ranks} x {schedule.inner} ({schedule.between})"
+
+
+def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
+    """A layout by its name; "auto" is the balanced one."""
+    grids, length = list(problem.grids.values()), problem.seq_len
+    block = grids[0].block_size[0]
+    if name in ("auto", "balanced"):
+        return balanced(grids, ranks, pairs_per_row=problem.pairs_per_row)
+    if name == "contiguous":
+        return contiguous(length, ranks)
+    if name == "head_tail":
+        return head_tail(length, ranks)
+    if name == "striped":
+        return striped(length, ranks, stripe=min(block, max(1, length // ranks)))
+    if name == "per_document":
+        edges = torch.cat([torch.tensor([0]), Work.of(grids).seams, torch.tensor([length])])
+        return per_document_head_tail(edges.diff().tolist(), ranks)
+    if name == "ptrr":
+        return ptrr(Work.of(grids).blocks, length, ranks, block_size=block)
+    raise FlexCPError(
+        f"a layout among {', '.join(LAYOUTS)}, or a Layout",
+        repr(name),
+        "pass one of those names, or a Layout made for this sequence",
+    )
+
+
+def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candidate]:
+    """The candidates that were priced, cheapest first."""
+    splits = _splits(problem, schedule)
+    chosen = (
+        layout if isinstance(layout, Layout) else named_layout(layout, problem, problem.ranks.size)
+    )
+    ready = {name: _Prepared.of(grid, chosen, schedule) for name, grid in problem.grids.items()}
+    found: list[Candidate] = []
+    for inner in splits:
+        if not found or not _cannot_win(problem, found, inner):
+            found.extend(_options(problem, chosen, ready, inner, schedule))
+    return sorted(found, key=lambda c: c.seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """What all schedules of a mask on a layout share."""
+
+    grid: BlockGrid
+    load: Load
+    needs: Needs | None
+
+    @classmethod
+    def of(cls, grid: BlockGrid, layout: Layout, schedule: str) -> _Prepared:
+        needs = None if schedule in ("ring", "allgather", "ulysses") else Needs.of([grid], layout)
+        return cls(grid, Load.of([grid], layout), needs)
+
+
+def _splits(problem: Problem, schedule: str) -> list[int]:
+    """Ranks that share heads, in the candidates to try."""
+    size, heads = problem.ranks.size, problem.shape.num_heads
+    if schedule == "hybrid":
+        if len(problem.ranks.shape) != 2:
+            raise FlexCPError(
+                "a mesh of two dimensions for the hybrid schedule",
+                f"a mesh of shape {problem.ranks.shape}",
+                "pass a 2-D mesh, or a shape such as (4, 2): groups, and ranks that share heads; "
+                "schedule='auto' finds a split by itself",
+            )
+        return [problem.ranks.shape[1]]
+    if schedule == "ulysses":
+        return [size]
+    if schedule != "auto":
+        return [1]
+    if len(problem.ranks.shape) == 2:
+        return list(dict.fromkeys([1, problem.ranks.shape[1]]))
+    near = min(problem.machine.ranks_per_node, size)
+    splits = [n for n in range(2, min(size, heads) + 1) if size % n == 0]
+    # Splits that stay on a node first: if they are good, the others need not be tried.
+    return [1, *sorted(splits, key=lambda n: (n > near, -n if n <= near else n))]
+
+
+def _options(
+    problem: Problem,
+    layout: Layout,
+    ready: Mapping[str, _Prepared],
+    inner: int,
+    schedule: str,
+) -> list[Candidate]:
+    """Each kind of schedule for all masks; with several masks, also the cheapest for each."""
+    groups = grouped(layout, inner)
+    table: dict[str, dict[str, tuple[Cost, Schedule]]] = {}
+    for name, prepared in ready.items():
+        load = prepared.load.grouped(inner)
+        for option in _schedules(problem, prepared, layout, groups, inner, schedule):
+            cost = price(option, load, problem.machine, problem.shape)
+            table.setdefault(describe(option), {})[name] = (cost, option)
+    complete = [row for row in table.values() if len(row) == len(ready)]
+    if len(ready) > 1:
+        complete.append(
+            {
+                name: min((row[name] for row in table.values() if name in row), key=_seconds)
+                for name in ready
+            }
+        )
+    return [
+        Candidate(layout, {n: s for n, (_, s) in row.items()}, {n: c for n, (c, _) in row.items()})
+        for row in complete
+    ]
+
+
+def _seconds(priced: tuple[Cost, Schedule]) -> float:
+    return priced[0].seconds
+
+
+def _schedules(
+    problem: Problem,
+    prepared: _Prepared,
+    layout: Layout,
+    groups: Layout,
+    inner: int,
+    schedule: str,
+) -> Iterator[Schedule]:
+    make = partial(
+        make_schedule,
+        grids=[prepared.grid],
+        layout=layout,
+        num_heads=problem.shape.num_heads,
+        num_kv_heads=problem.shape.num_kv_heads,
+    )
+    if prepared.needs is None:
+        yield make(schedule)
+        return
+    if groups.ranks == 1 and schedule != "hybrid" and layout.ranks > 1:
+        yield make("ulysses")
+        return
+    name = "hybrid" if inner > 1 or schedule == "hybrid" else "exchange"
+    needs = prepared.needs if inner == 1 else prepared.needs.grouped(groups, inner)
+    yield make(name, inner=inner, needs=needs)
+    dense = float(needs.received.sum()) > _DENSE * groups.rows * max(1, groups.ranks - 1)
+    if schedule in ("auto", "hybrid") and dense and groups.ranks > 1:
+        for other in ("ring", "allgather"):
+            kind = other if name == "exchange" else name
+            yield make(kind, inner=inner, between=other)
+
+
+def _cannot_win(problem: Problem, found: Sequence[Candidate], inner: int) -> bool:
+    """Whether sharing heads can't be cheaper than the best so far."""
+    best = min(found, key=lambda c: c.seconds)
+    shape, machine = problem.shape, problem.machine
+    share = problem.seq_len / problem.ranks.size * shape.batch
+    moved = share * (inner - 1) / inner * shape.q_bytes(shape.num_heads) * 4
+    near = min(inner, machine.ranks_per_node)
+    far = (inner - near) / (inner - 1)
+    wire = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
+    heads = -(-shape.num_heads // inner) * inner / shape.num_heads
+    least = len(problem.grids) * wire + best.compute * heads * 0.98
+    return least >= best.seconds

@@ -1,0 +1,163 @@
+"""The price of a schedule: its rounds played through, transfers and compute overlapping.
+
+Every rank has one channel for transfers and one for compute. The transfers of a round start when
+those of the round before are through, at both ends, and when a buffer is free; the work of a round
+starts when its rows are there. In backward, gradients leave when their round's work is done.
+Swapping rows for heads (Ulysses) comes before and after, and overlaps with nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flexcp.plan.load import Load
+from flexcp.plan.machine import Machine
+from flexcp.plan.shape import AttentionShape
+from flexcp.plan.traffic import elements_per_row
+from flexcp.schedule import Pass, Schedule, Transfers
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted seconds."""
+
+    forward: float
+    """Of the forward pass, until the slowest rank is done."""
+    backward: float
+    """Likewise."""
+    compute: float
+    """What the slowest rank would take for its work alone, both passes."""
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward + self.backward
+
+
+def price(schedule: Schedule, load: Load, machine: Machine, shape: AttentionShape) -> Cost:
+    """What a schedule costs on a machine."""
+    slices = schedule.heads
+    place = max(range(len(slices)), key=lambda u: len(slices[u].q))  # the busiest of a group
+    share = len(slices[place].q) / shape.num_heads
+    row_bytes = shape.kv_bytes(len(slices[place].kv)) * elements_per_row(schedule, shape)
+    links = _Links(schedule, machine, place, row_bytes)
+    per_pair = shape.flops_per_pair / machine.flops * share
+    before, after = _swaps(schedule, machine, shape, place)
+    seconds = []
+    compute = 0.0
+    for what, factor in ((schedule.forward, 1.0), (schedule.backward, machine.backward)):
+        pairs = load.of_tasks(what.work, what.rounds)
+        work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
+        compute += float(work.sum(0).max())
+        seconds.append(_play(what, work, links))
+    return Cost(before[0] + seconds[0] + after[0], before[1] + seconds[1] + after[1], compute)
+
+
+def _play(what: Pass, work: Tensor, links: _Links) -> float:
+    """Seconds until the last rank has done all of its work and sent all of its gradients."""
+    groups = work.shape[1]
+    moving, moves_at = links.times(what.moves, what.rounds, groups)
+    returning, returns_at = links.times(what.returns, what.rounds, groups)
+    exposed = 1.0 - links.machine.hidden
+    channel = torch.zeros(groups, dtype=torch.float64)
+    done = [torch.zeros(groups, dtype=torch.float64)] * 2
+    for i in range(what.rounds):
+        if moves_at[i] is not None:
+            # Two buffers: what is computed, and what arrives meanwhile.
+            begin = torch.maximum(channel, done[-2]) if i > 1 else channel
+            begin = _both_ends(begin, moves_at[i])
+            channel = torch.where(moving[i] > 0, begin + moving[i], channel)
+        slowed = work[i] + exposed * (moving[i] + returning[i])
+        start = torch.maximum(done[-1], channel)
+        done.append(torch.where(work[i] > 0, start + slowed, done[-1]))
+        if i > 0 and returns_at[i - 1] is not None:  # after the next round's rows are on the way
+            channel = _send_home(channel, done[-2], returning[i - 1], returns_at[i - 1])
+    if what.rounds and returns_at[-1] is not None:
+        channel = _send_home(channel, done[-1], returning[-1], returns_at[-1])
+    return float(torch.maximum(channel, done[-1]).max())
+
+
+def _send_home(
+    channel: Tensor, done: Tensor, cost: Tensor, pairs: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    begin = _both_ends(torch.maximum(channel, done), pairs)
+    return torch.where(cost > 0, begin + cost, channel)
+
+
+def _both_ends(begin: Tensor, pairs: tuple[Tensor, Tensor] | None) -> Tensor:
+    """A transfer begins when both its ends are free."""
+    assert pairs is not None
+    source, target = pairs
+    return begin.scatter_reduce(0, target, begin[source], "amax")
+
+
+class _Links:
+    """Seconds of transfers, by link."""
+
+    def __init__(self, schedule: Schedule, machine: Machine, place: int, row_bytes: int) -> None:
+        ranks = torch.arange(schedule.groups.ranks) * schedule.inner + place
+        self._node = torch.div(ranks, machine.ranks_per_node, rounding_mode="floor")
+        self.machine = machine
+        self._row_bytes = row_bytes
+
+    def times(
+        self, table: Transfers, rounds: int, groups: int
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
+        """float64 [rounds, groups], and sources and targets of each round that has any."""
+        inter = self._node[table.source] != self._node[table.target]
+        size = rounds * groups
+        seconds = torch.zeros(size, dtype=torch.float64)
+        for far, bandwidth in (
+            (False, self.machine.intra_bandwidth),
+            (True, self.machine.inter_bandwidth),
+        ):
+            at = inter == far
+            for end in (table.source, table.target):
+                rows = torch.zeros(size, dtype=torch.int64)
+                rows.index_add_(0, (table.round * groups + end)[at], table.rows[at])
+                seconds = torch.maximum(seconds, rows * (self._row_bytes / bandwidth))
+        pairs = torch.unique(torch.stack([table.round, table.source, table.target]), dim=1)
+        messages = torch.zeros(size, dtype=torch.int64)
+        messages.index_add_(0, pairs[0] * groups + pairs[2], torch.ones_like(pairs[0]))
+        seconds += (messages > 0) * self.machine.latency + messages * self.machine.message
+        edges = torch.searchsorted(pairs[0].contiguous(), torch.arange(rounds + 1)).tolist()
+        by_round = [(pairs[1, a:b], pairs[2, a:b]) if b > a else None for a, b in pairwise(edges)]
+        return seconds.view(rounds, groups), by_round
+
+
+def _swaps(
+    schedule: Schedule, machine: Machine, shape: AttentionShape, place: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of swapping rows for heads before and after the rounds, in forward and backward."""
+    if schedule.inner == 1:
+        return (0.0, 0.0), (0.0, 0.0)
+    inner, lanes = schedule.inner, schedule.layout.lanes
+    per_row = elements_per_row(schedule, shape) * lanes
+    own = int(schedule.layout.counts.max()) * per_row
+    others = int(schedule.groups.counts.max()) * per_row - own
+    mine = schedule.heads[place]
+    all_kv = sum(len(s.kv) for s in schedule.heads)
+    gather = others * (shape.q_bytes(len(mine.q)) + shape.kv_bytes(len(mine.kv)))
+    scatter = own * (shape.q_bytes(shape.num_heads) + shape.kv_bytes(all_kv)) * (inner - 1) // inner
+    q_in = others * shape.q_bytes(len(mine.q))
+    out_back = own * shape.out_bytes(shape.num_heads) * (inner - 1) // inner
+    q_out = own * shape.q_bytes(shape.num_heads) * (inner - 1) // inner
+    kv_back = own * shape.kv_bytes(all_kv) * (inner - 1) // inner
+
+    def seconds(received: int, sent: int) -> float:
+        near = min(inner, machine.ranks_per_node)
+        far = (inner - near) / (inner - 1)
+        size = max(received, sent)
+        wire = max(size * (1 - far) / machine.intra_bandwidth, size * far / machine.inter_bandwidth)
+        return wire + machine.latency + (inner - 1) * machine.message
+
+    before = (seconds(gather, scatter), seconds(q_in, q_out))
+    after = (
+        seconds(out_back, others * shape.out_bytes(len(mine.q))),
+        seconds(q_out + kv_back, gather),
+    )
+    return before, after

@@ -1,0 +1,104 @@
+"""How the work of a schedule is spread over its rounds: pairs by rank and range of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.blocks import BlockGrid, BlockKind
+from flexcp.blocks.tokens import areas_by_plane, runs_of_rows
+from flexcp.layout import Layout
+from flexcp.layout.reach import Pieces
+from flexcp.schedule import Tasks
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Pairs of each group's queries with all keys before a block, over batch and query heads."""
+
+    before: Tensor
+    """float64 [groups, lanes * blocks + 1] Running sums."""
+    block: int
+    """Keys of a block."""
+    blocks: int
+    """Blocks of a lane."""
+    seq_len: int
+    """Tokens of a lane."""
+
+    @classmethod
+    def of(cls, grids: Sequence[BlockGrid], groups: Layout) -> Load:
+        """From the tiles of the masks. A partial tile counts as the mean one of its row."""
+        cols, size = grids[0].shape[1], grids[0].block_size[1]
+        width = cols * groups.lanes + 1
+        slope = torch.zeros(groups.ranks * width, dtype=torch.float64)
+        for grid in grids:
+            for lane in range(groups.lanes):
+                of = grid.planes.of if groups.lanes == 1 else grid.planes.of[lane : lane + 1]
+                pieces = Pieces.of(groups, lane, grid.block_size[0])
+                for plane, copies in enumerate(
+                    torch.bincount(of.reshape(-1), minlength=len(grid.runs)).tolist()
+                ):
+                    if copies:
+                        _add(slope, width, grid, plane, copies, pieces, lane * cols)
+        pairs = slope.view(groups.ranks, width).cumsum(1)[:, :-1]
+        before = torch.nn.functional.pad(pairs.cumsum(1), (1, 0))
+        return cls(before, size, cols, groups.seq_len)
+
+    def grouped(self, inner: int) -> Load:
+        """The same for groups of `inner` consecutive ranks."""
+        if inner == 1:
+            return self
+        before = self.before.view(-1, inner, self.before.shape[1]).sum(1)
+        return Load(before, self.block, self.blocks, self.seq_len)
+
+    def of_tasks(self, work: Tasks, rounds: int) -> Tensor:
+        """float64 [rounds, groups] Pairs of every round."""
+        groups = self.before.shape[0]
+        found = torch.zeros(rounds * groups, dtype=torch.float64)
+        pairs = self._until(work.rank, work.stop) - self._until(work.rank, work.start)
+        found.index_add_(0, work.round * groups + work.rank, pairs)
+        return found.view(rounds, groups)
+
+    def _until(self, group: Tensor, row: Tensor) -> Tensor:
+        lane = torch.div(row, self.seq_len, rounding_mode="floor")
+        position = row - lane * self.seq_len
+        block = torch.div(position, self.block, rounding_mode="floor")
+        width = (self.seq_len - block * self.block).clamp(1, self.block)
+        part = (position - block * self.block) / width
+        flat = group * self.before.shape[1] + lane * self.blocks + block
+        values = self.before.reshape(-1)
+        low = values[flat]
+        high = values[(flat + 1).clamp(max=values.numel() - 1)]
+        return torch.where(part > 0, low + part * (high - low), low)
+
+
+def _add(
+    slope: Tensor,
+    width: int,
+    grid: BlockGrid,
+    plane: int,
+    copies: int,
+    pieces: Pieces,
+    first_col: int,
+) -> None:
+    """Adds the pairs of pieces of rows, as changes from one column of tiles to the next."""
+    runs = grid.runs[plane]
+    size = grid.kv_axis.sizes
+    columns = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
+    length = columns[runs.stop] - columns[runs.start]
+    full = runs.kind == BlockKind.FULL
+    rows = grid.q_axis.sizes
+    in_full = torch.zeros(runs.rows, dtype=torch.int64)
+    in_full.index_add_(0, runs.row[full], (length * rows[runs.row])[full])
+    tiles = torch.zeros(runs.rows, dtype=torch.int64)
+    tiles.index_add_(0, runs.row[~full], (runs.stop - runs.start)[~full])
+    mean = (areas_by_plane(grid)[plane] - in_full).double() / (tiles * rows).clamp(min=1)
+    at, run = runs_of_rows(runs, pieces.block)
+    height = (pieces.last - pieces.first)[at].double() * copies
+    each = torch.where(full[run], height * size[0], height * mean[runs.row[run]])
+    base = pieces.rank[at] * width + first_col
+    slope.index_add_(0, base + runs.start[run], each)
+    slope.index_add_(0, base + runs.stop[run], -each)

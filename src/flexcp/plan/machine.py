@@ -1,0 +1,115 @@
+"""Machine: what compute and transfers cost, as presets or measured here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from flexcp.errors import FlexCPError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The few numbers that the price of a schedule depends on.
+
+    >>> Machine.preset("h100-ib").ranks_per_node
+    8
+    """
+
+    name: str
+    """What it is called."""
+    flops: float
+    """Floating-point operations per second and rank that attention's matrix products reach."""
+    ranks_per_node: int
+    """Consecutive ranks with the fast link between each other."""
+    intra_bandwidth: float
+    """Bytes per second and rank and direction, within a node."""
+    inter_bandwidth: float
+    """The same between nodes."""
+    latency: float
+    """Seconds until a message of no size has arrived."""
+    message: float
+    """Seconds that each further message of a round costs."""
+    launch: float
+    """Seconds that starting the work of a round costs."""
+    hidden: float = 0.95
+    """Share of a transfer that can hide behind compute; the rest slows compute down."""
+    backward: float = 2.5
+    """Work of the backward pass, relative to forward."""
+
+    @classmethod
+    def preset(cls, name: str) -> Machine:
+        """One of the machines in `PRESETS`."""
+        for machine in PRESETS:
+            if machine.name == name:
+                return machine
+        raise FlexCPError(
+            f"a machine among {', '.join(m.name for m in PRESETS)}",
+            repr(name),
+            "pass one of those, a Machine of your own numbers, or Machine.measure()",
+        )
+
+    @classmethod
+    def measure(cls, *, seconds: float = 0.2) -> Machine:
+        """This computer: speed of attention on one thread, and of a local socket as gloo uses it.
+
+        Results differ from run to run, so ranks must not measure each for itself: measure on one,
+        and give the numbers to all.
+        """
+        flops = _attention_flops(seconds)
+        bandwidth, latency = _socket_speed(seconds)
+        return cls("measured", flops, 1 << 30, bandwidth, bandwidth, latency, latency / 4, 50e-6)
+
+
+PRESETS = (
+    Machine("cpu-gloo", 4e10, 1 << 30, 1.5e9, 1.5e9, 100e-6, 20e-6, 100e-6),
+    Machine("h100-nvlink", 4.5e14, 1 << 30, 3.5e11, 3.5e11, 8e-6, 1e-6, 10e-6),
+    Machine("h100-ib", 4.5e14, 8, 3.5e11, 4.5e10, 12e-6, 1e-6, 10e-6),
+    Machine("pcie", 1.5e14, 1 << 30, 2.0e10, 2.0e10, 15e-6, 1e-6, 10e-6),
+)
+"""One CPU box with gloo, 8 H100 on NVLink, nodes of 8 H100 over InfiniBand (400 Gb/s each), a box
+of PCIe cards. The counts are no limit: any number of ranks can be priced."""
+
+
+def _attention_flops(seconds: float) -> float:
+    q = torch.randn(1, 4, 1024, 64)
+    done, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds or done == 0:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        done += 1
+    each = (time.perf_counter() - begin) / done
+    return 4.0 * 4 * 1024 * 1024 * 64 / each / max(1, torch.get_num_threads())
+
+
+def _socket_speed(seconds: float) -> tuple[float, float]:
+    """Bytes per second, and seconds per message, between two threads over a local socket."""
+    left, right = socket.socketpair()
+    chunk = bytes(1 << 20)
+
+    def echo_then_drain() -> None:
+        for _ in range(100):
+            right.sendall(right.recv(1))
+        while right.recv(1 << 20):
+            pass
+
+    other = threading.Thread(target=echo_then_drain)
+    other.start()
+    begin = time.perf_counter()
+    for _ in range(100):
+        left.sendall(b"x")
+        left.recv(1)
+    latency = (time.perf_counter() - begin) / 200
+    sent, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        left.sendall(chunk)
+        sent += len(chunk)
+    left.shutdown(socket.SHUT_WR)
+    other.join()
+    elapsed = time.perf_counter() - begin
+    left.close()
+    right.close()
+    return sent / elapsed, latency

@@ -1,0 +1,82 @@
+"""What a plan knows of the ranks: how many, which one this is, and how to reach the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+
+
+class Gatherer(Protocol):
+    """The one thing that a plan itself needs a transport for: putting a sequence together."""
+
+    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The tensors of all ranks, by rank; `shapes` are theirs."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """A mesh, reduced to what planning needs."""
+
+    shape: tuple[int, ...]
+    """(ranks,) or (groups, ranks of a group)."""
+    rank: int | None = None
+    """This rank, counted row by row; None if the plan can't be run."""
+    transport: Gatherer | None = None
+    """How to reach the others, if that is known already."""
+    mesh: Any = None
+    """What was given."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return prod(self.shape)
+
+    @classmethod
+    def of(cls, mesh: Any) -> Ranks:
+        """From an int, a shape, a DeviceMesh, or a simulated mesh.
+
+        >>> Ranks.of(8).size, Ranks.of((2, 4)).shape
+        (8, (2, 4))
+        """
+        if isinstance(mesh, Ranks):
+            return mesh
+        if isinstance(mesh, int) and not isinstance(mesh, bool):
+            return cls(_require_shape((mesh,)))
+        if isinstance(mesh, tuple) and all(isinstance(n, int) for n in mesh):
+            return cls(_require_shape(mesh))
+        shape, coordinate = getattr(mesh, "shape", None), getattr(mesh, "get_coordinate", None)
+        if shape is None or not callable(coordinate):
+            raise FlexCPError(
+                "a DeviceMesh, a simulated mesh, a number of ranks, or a shape such as (2, 4)",
+                f"{mesh!r} of type {type(mesh).__name__}",
+                "pass init_device_mesh(...), the mesh that testing.simulate gives, or an int",
+            )
+        sizes = _require_shape(tuple(int(n) for n in shape))
+        place = coordinate()
+        if place is None:
+            raise FlexCPError(
+                "a mesh that this process is part of",
+                "one without it",
+                "call make_plan on the ranks of the mesh only",
+            )
+        rank = 0
+        for at, n in zip(place, sizes, strict=True):
+            rank = rank * n + int(at)
+        return cls(sizes, rank, getattr(mesh, "transport", None), mesh)
+
+
+def _require_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if not 1 <= len(shape) <= 2 or any(n < 1 for n in shape):
+        raise FlexCPError(
+            "at least 1 rank, in a mesh of one or two dimensions",
+            f"{shape[0]} ranks" if len(shape) == 1 else f"a mesh of shape {shape}",
+            "pass a world size of 1 or more; for heads and sequence, (groups, ranks of a group)",
+        )
+    return shape

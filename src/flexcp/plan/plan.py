@@ -1,0 +1,186 @@
+"""Plan: masks, layout, schedules and their price; and what a rank does with its tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.blocks import BlockGrid
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout
+from flexcp.plan.cost import Cost
+from flexcp.plan.machine import Machine
+from flexcp.plan.mesh import Gatherer, Ranks
+from flexcp.plan.shape import AttentionShape
+from flexcp.plan.stats import Stats, make_stats
+from flexcp.plan.text import explain, plan_as_data
+from flexcp.schedule import Schedule, check_schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Who owns which tokens, what moves when, and what it costs; the same on every rank.
+
+    >>> import flexcp
+    >>> from flexcp.plan import make_plan
+    >>> plan = make_plan(flexcp.masks.causal(), 1024, 4, block_size=64)
+    >>> plan.positions(0)[:3], plan.positions(0)[-3:]
+    (tensor([0, 1, 2]), tensor([1021, 1022, 1023]))
+    >>> plan.stats().imbalance
+    1.0
+    >>> plan.check()
+    """
+
+    grids: Mapping[str, BlockGrid]
+    """The block grid of every mask, by name; a single mask has the name ""."""
+    layout: Layout
+    """Who owns which tokens."""
+    schedules: Mapping[str, Schedule]
+    """What moves when, for every mask."""
+    costs: Mapping[str, Cost]
+    """Predicted seconds, for every mask."""
+    shape: AttentionShape
+    """Heads, head dimension, type and batch that were planned for."""
+    machine: Machine
+    """What the price was computed for."""
+    ranks: Ranks
+    """The mesh."""
+    considered: tuple[tuple[str, float], ...]
+    """Layout and schedule of all that was priced, and predicted seconds; cheapest first."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.layout.seq_len
+
+    @property
+    def schedule(self) -> Schedule | Mapping[str, Schedule]:
+        """The schedule; by name of the mask, if there are several."""
+        return self.schedules if len(self.schedules) > 1 else next(iter(self.schedules.values()))
+
+    def schedule_of(self, mask: str | None = None) -> Schedule:
+        """The schedule of one mask, by its name."""
+        return self.schedules[self.mask_name(mask)]
+
+    def mask_name(self, mask: str | None = None) -> str:
+        """The key of a mask in `grids` and `schedules`."""
+        if mask is None and len(self.grids) == 1:
+            return next(iter(self.grids))
+        if mask is None or mask not in self.grids:
+            raise FlexCPError(
+                f"one of this plan's masks: {', '.join(map(repr, self.grids))}",
+                repr(mask),
+                "pass mask= with the name that the plan was made with",
+            )
+        return mask
+
+    def positions(self, rank: int | None = None) -> Tensor:
+        """int64 [L] Global positions of a rank's rows; [B, L] if batch elements differ."""
+        return self.layout.positions(self._rank(rank))
+
+    def shard(self, x: Tensor, dim: int, *, rank: int | None = None, batch_dim: int = 0) -> Tensor:
+        """This rank's rows of a full tensor; differentiable."""
+        return self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
+
+    def unshard(self, x: Tensor, dim: int, *, batch_dim: int = 0) -> Tensor:
+        """All rows in their original order, on every rank; differentiable.
+
+        Every rank gets the same tensor, and is taken to do the same with it: the gradient of a
+        rank's rows is what that rank's own backward pass says of them, as for a sequence that was
+        never sharded.
+        """
+        if self.ranks.transport is None:
+            raise FlexCPError(
+                "a plan on a mesh whose ranks can talk to each other",
+                f"one for {self.ranks.size} ranks that was made from numbers",
+                "make the plan with a DeviceMesh, or with the mesh that testing.simulate gives",
+            )
+        parts = _Gather.apply(  # type: ignore[no-untyped-call]
+            x, dim % x.dim(), self._rank(None), self.ranks.transport, self.layout
+        )
+        return self.layout.restore(parts, dim, batch_dim=batch_dim)
+
+    def _rank(self, rank: int | None) -> int:
+        if rank is not None:
+            return rank
+        if self.ranks.rank is None:
+            raise FlexCPError(
+                "a rank, since the plan was made for a number of ranks and not for one of them",
+                "none",
+                "pass rank=, or make the plan with a mesh",
+            )
+        return self.ranks.rank
+
+    def stats(self) -> Stats:
+        """Work, rows, bytes and predicted seconds."""
+        return self._stats
+
+    @cached_property
+    def _stats(self) -> Stats:
+        return make_stats(self.grids, self.schedules, self.costs, self.shape)
+
+    def check(self) -> None:
+        """Raises FlexCPError if a schedule is not a correct attention."""
+        for name, schedule in self.schedules.items():
+            check_schedule(schedule, [self.grids[name]], num_heads=self.shape.num_heads)
+
+    def explain(self) -> str:
+        """What was chosen, why, and what it costs, for a person."""
+        return explain(self)
+
+    def to_json(self) -> str:
+        """Everything about the plan but the masks' own code."""
+        return json.dumps(plan_as_data(self))
+
+    def fingerprint(self) -> str:
+        """A short text that is equal on all ranks that made the same plan."""
+        data = {
+            "layout": self.layout.fingerprint(),
+            "shape": str(asdict(self.shape)),
+            "schedules": {
+                n: (s.name, s.inner, len(s.forward.moves)) for n, s in self.schedules.items()
+            },
+            "runs": {
+                n: [[int(x.sum()) for x in (r.row, r.start, r.stop, r.kind)] for r in g.runs]
+                for n, g in self.grids.items()
+            },
+        }
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        what = ", ".join(dict.fromkeys(s.name for s in self.schedules.values()))
+        return f"Plan({self.layout!r}, {what}, on {self.machine.name})"
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks; the gradient of the own part is the own gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, rank: int, transport: Gatherer, layout: Layout
+    ) -> tuple[Tensor, ...]:
+        ctx.rank = rank
+        shapes = []
+        for count in layout.counts.tolist():
+            shape = list(x.shape)
+            shape[dim] = count
+            shapes.append(shape)
+        if list(x.shape) != shapes[rank]:
+            raise FlexCPError(
+                f"{shapes[rank][dim]} rows along dim {dim}, as rank {rank} owns",
+                f"shape {tuple(x.shape)}",
+                "pass the rows that plan.shard gives this rank",
+            )
+        parts = transport.all_gather(x.detach().contiguous(), shapes)
+        return tuple(x.clone() if r == rank else part for r, part in enumerate(parts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[ctx.rank], None, None, None, None

@@ -1,0 +1,171 @@
+"""make_plan: from a mask, a length and a mesh to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flexcp.blocks import BlockGrid, build_block_grid
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout
+from flexcp.masks import Mask, as_mask
+from flexcp.masks.trace import MaskMod
+from flexcp.plan.choose import LAYOUTS, Problem, search
+from flexcp.plan.machine import Machine
+from flexcp.plan.mesh import Ranks
+from flexcp.plan.plan import Plan
+from flexcp.plan.shape import AttentionShape
+from flexcp.schedule import SCHEDULES
+from flexcp.schedule.heads import require_heads
+
+DEFAULT_MACHINE = "h100-ib"
+"""What plans are priced for unless a machine is given."""
+
+
+def make_plan(
+    mask: Mask | MaskMod | BlockGrid | Mapping[str, Mask | MaskMod | BlockGrid],
+    seq_len: int,
+    mesh: Any,
+    *,
+    layout: str | Layout = "auto",
+    schedule: str = "auto",
+    block_size: int = 128,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    machine: Machine | str | None = None,
+) -> Plan:
+    """Who owns which tokens, what moves when, and what that costs.
+
+    Every rank makes the same plan by itself: nothing is communicated.
+
+    Args:
+        mask: A Mask, a mask_mod, a BlockGrid, or several of them by name: then there is one layout
+            that is good for their sum, and a schedule for each.
+        seq_len: Tokens of the whole sequence.
+        mesh: A DeviceMesh of one dimension, or of two: groups, and ranks that share the heads; a
+            simulated one; or a number of ranks, or a shape: then the plan can be priced, drawn and
+            checked, but not run.
+        layout: "auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced", or
+            a Layout.
+        schedule: "auto", "exchange", "ring", "allgather", "ulysses" or "hybrid". "auto" is the
+            cheapest by prediction; "hybrid" needs a mesh of two dimensions.
+        block_size: Tokens of a block: the granularity at which masks are analysed.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads; as many as query heads if not given.
+        head_dim: Elements of a head.
+        dtype: Type of Q, K and V.
+        batch: Batch elements.
+        machine: What to price for: a Machine, the name of a preset, or None for "h100-ib".
+
+    >>> import flexcp
+    >>> plan = make_plan(flexcp.masks.sliding_window(4096), 1 << 17, 8)
+    >>> plan
+    Plan(Layout(balanced: 131072 tokens on 8 ranks, 16384 each, 8 runs), exchange, on h100-ib)
+    >>> max(plan.stats().tokens_received_per_rank)
+    4096
+    """
+    ranks = Ranks.of(mesh)
+    _require_names(layout, schedule)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    require_heads(num_heads, num_kv_heads)
+    for name, value in (("head_dim", head_dim), ("batch", batch), ("seq_len", seq_len)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise FlexCPError(
+                f"{name} to be an integer of at least 1", repr(value), f"pass {name}=1 or more"
+            )
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, batch)
+    if machine is None or isinstance(machine, str):
+        machine = Machine.preset(machine or DEFAULT_MACHINE)
+    grids = _grids(mask, seq_len, block_size, shape)
+    _require_layout(layout, seq_len, ranks.size, batch)
+    found = search(Problem(grids, ranks, shape, machine), layout, schedule)
+    best = found[0]
+    return Plan(
+        grids,
+        best.layout,
+        best.schedules,
+        best.costs,
+        shape,
+        machine,
+        ranks,
+        tuple((c.name, c.seconds) for c in found),
+    )
+
+
+def _grids(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> dict[str, BlockGrid]:
+    masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
+    if not masks:
+        raise FlexCPError("at least one mask", "an empty dict", "pass a mask, or a dict of masks")
+    return {name: _grid(m, seq_len, block_size, shape) for name, m in masks.items()}
+
+
+def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> BlockGrid:
+    if isinstance(mask, BlockGrid):
+        wanted = (seq_len, seq_len, shape.batch, shape.num_heads)
+        got = (mask.q_len, mask.kv_len, mask.batch, mask.heads)
+        if got[:2] != wanted[:2] or mask.block_size[0] != mask.block_size[1]:
+            raise FlexCPError(
+                f"a block grid of {seq_len} x {seq_len} tokens with square blocks",
+                f"one of {mask.q_len} x {mask.kv_len} tokens, blocks of {mask.block_size}",
+                "build it for the sequence length that is planned for",
+            )
+        if any(g not in (1, w) for g, w in zip(got[2:], wanted[2:], strict=True)):
+            raise FlexCPError(
+                f"a block grid for batch {shape.batch} and {shape.num_heads} heads",
+                f"one for batch {mask.batch} and {mask.heads} heads",
+                "pass batch and num_heads as the grid has them",
+            )
+        return mask if got == wanted else _expanded(mask, shape)
+    mask = as_mask(mask)
+    try:
+        return build_block_grid(
+            mask, seq_len, block_size=block_size, batch=shape.batch, heads=shape.num_heads
+        )
+    except FlexCPError as error:
+        if "captured tensors" not in error.expected:
+            raise
+        raise FlexCPError(
+            f"a mask for seq_len={seq_len}, batch={shape.batch} and num_heads={shape.num_heads}",
+            f"{mask.name!r}, which captures a smaller tensor ({error.got})",
+            "pass the length that the mask's document ids or other tensors have",
+        ) from error
+
+
+def _expanded(grid: BlockGrid, shape: AttentionShape) -> BlockGrid:
+    """A grid for one batch element or head, for all of them."""
+    planes = type(grid.planes)(
+        grid.planes.b, grid.planes.h, grid.planes.of.expand(shape.batch, shape.num_heads)
+    )
+    return BlockGrid(grid.q_len, grid.kv_len, grid.block_size, planes, grid.runs, grid.mask)
+
+
+def _require_names(layout: str | Layout, schedule: str) -> None:
+    if not isinstance(layout, Layout) and layout not in LAYOUTS:
+        raise FlexCPError(
+            f"a layout among {', '.join(LAYOUTS)}, or a Layout",
+            repr(layout),
+            "pass one of those names, or a Layout made for this sequence",
+        )
+    if schedule not in ("auto", *SCHEDULES):
+        raise FlexCPError(
+            f"a schedule among auto, {', '.join(SCHEDULES)}",
+            repr(schedule),
+            "pass one of those names",
+        )
+
+
+def _require_layout(layout: str | Layout, seq_len: int, ranks: int, batch: int) -> None:
+    if not isinstance(layout, Layout):
+        return
+    if (layout.seq_len, layout.ranks) != (seq_len, ranks) or layout.lanes not in (1, batch):
+        lanes = f" with {layout.lanes} lanes" if layout.lanes > 1 else ""
+        raise FlexCPError(
+            f"a layout of {seq_len} tokens on {ranks} ranks, for batch {batch}",
+            f"one of {layout.seq_len} tokens on {layout.ranks} ranks{lanes}",
+            "make the layout for the sequence, mesh and batch of the plan",
+        )

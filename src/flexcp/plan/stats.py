@@ -1,0 +1,96 @@
+"""What a plan costs, in numbers: work, rows and bytes of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.blocks import BlockGrid
+from flexcp.layout import area_per_rank
+from flexcp.layout.balance import imbalance_bound
+from flexcp.layout.work import Work
+from flexcp.plan.cost import Cost
+from flexcp.plan.shape import AttentionShape
+from flexcp.plan.traffic import traffic
+from flexcp.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Numbers of a plan; lists have one entry per rank, sums are over all of its masks."""
+
+    area_per_rank: tuple[int, ...]
+    """Allowed pairs, over batch elements and query heads."""
+    imbalance: float
+    """Largest over mean area."""
+    imbalance_lower_bound: float
+    """What no layout with even token counts can be below."""
+    tokens_received_per_rank: tuple[int, ...]
+    """Rows of K and V that arrive in forward."""
+    bytes_received_per_rank: tuple[int, ...]
+    """Everything that arrives in forward: K and V, and with heads split also Q, output and lse."""
+    backward_bytes_received_per_rank: tuple[int, ...]
+    """Everything that arrives in backward."""
+    received_fraction: float
+    """The most rows that a rank receives for one mask, relative to what an all-gather brings."""
+    predicted_seconds: float
+    """Forward and backward, on the plan's machine."""
+    forward_seconds: float
+    backward_seconds: float
+    compute_seconds: float
+    """What the slowest rank's work alone would take."""
+
+
+def make_stats(
+    grids: Mapping[str, BlockGrid],
+    schedules: Mapping[str, Schedule],
+    costs: Mapping[str, Cost],
+    shape: AttentionShape,
+) -> Stats:
+    """Adds up what the schedules of all masks do."""
+    areas = sum(areas_of(grids[name], schedules[name]) for name in grids)
+    moved = [traffic(schedules[name], shape) for name in grids]
+    assert isinstance(areas, Tensor)
+    first = next(iter(schedules.values()))
+    whole = first.layout.rows - int(first.layout.rows // max(1, first.ranks))
+    most = max(int(t.kv_rows.max()) for t in moved)
+    mean = float(areas.sum()) / areas.numel()
+    return Stats(
+        tuple(areas.tolist()),
+        float(areas.max()) / mean if mean else 1.0,
+        lower_bound(list(grids.values()), first),
+        tuple(sum(t.kv_rows for t in moved).tolist()),  # type: ignore[union-attr]
+        tuple(sum(t.forward for t in moved).tolist()),  # type: ignore[union-attr]
+        tuple(sum(t.backward for t in moved).tolist()),  # type: ignore[union-attr]
+        most / whole if whole else 0.0,
+        sum(c.seconds for c in costs.values()),
+        sum(c.forward for c in costs.values()),
+        sum(c.backward for c in costs.values()),
+        sum(c.compute for c in costs.values()),
+    )
+
+
+def areas_of(grid: BlockGrid, schedule: Schedule) -> Tensor:
+    """int64 [ranks] Exact pairs of each rank, for the heads that it computes."""
+    if schedule.inner == 1:
+        return area_per_rank([grid], schedule.layout)
+    found = torch.zeros(schedule.groups.ranks, schedule.inner, dtype=torch.int64)
+    known: dict[tuple[int, ...], Tensor] = {}
+    for place, heads in enumerate(schedule.heads):
+        of = grid.planes.of[:, heads.q.start : heads.q.stop]
+        key = tuple(torch.bincount(of.reshape(-1), minlength=len(grid.runs)).tolist())
+        if key not in known:
+            known[key] = area_per_rank([grid], schedule.groups, heads=heads.q)
+        found[:, place] = known[key]
+    return found.reshape(-1)
+
+
+def lower_bound(grids: list[BlockGrid], schedule: Schedule) -> float:
+    """The least imbalance that the sequence allows."""
+    work = Work.of(grids)
+    heaviest = torch.topk(work.blocks, min(4, work.blocks.numel())).indices.sort().values
+    row = int(work.tokens(heaviest).max())
+    return imbalance_bound(work.blocks, work.seq_len, schedule.groups.ranks, work.block, row)

@@ -1,0 +1,134 @@
+"""A plan in words for a person, and as plain data for a program."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from flexcp.schedule import Pass, Schedule, Transfers
+
+if TYPE_CHECKING:
+    from flexcp.plan.plan import Plan
+
+
+def explain(plan: Plan) -> str:
+    """Some lines of text: what was chosen, why, what it costs."""
+    stats, layout = plan.stats(), plan.layout
+    runs = layout.rank.numel() / max(1, layout.ranks * layout.lanes)
+    lines = [
+        f"{plan.seq_len:,} tokens on {layout.ranks} ranks, priced for {plan.machine.name}",
+        "",
+        f"Layout {layout.name}: {int(layout.counts.min()):,} to {int(layout.counts.max()):,} "
+        f"tokens per rank in {runs:.1f} runs on average"
+        + (f", another one for each of {layout.lanes} batch elements" if layout.lanes > 1 else ""),
+        f"  work    {stats.imbalance:.3f} x the mean on the busiest rank "
+        f"(no layout is below {stats.imbalance_lower_bound:.3f})",
+        f"  rows    {max(stats.tokens_received_per_rank):,} of K and V at most are received, "
+        f"{sum(stats.tokens_received_per_rank) / layout.ranks:,.0f} on average; "
+        f"{stats.received_fraction:.3f} of what an all-gather brings",
+        f"  bytes   {_bytes(max(stats.bytes_received_per_rank))} forward, "
+        f"{_bytes(max(stats.backward_bytes_received_per_rank))} backward, at most",
+        "",
+    ]
+    for name, schedule in plan.schedules.items():
+        cost = plan.costs[name]
+        mask = f" for {name}" if name else f" for {plan.grids[name].mask.name}"
+        lines.append(
+            f"Schedule {_schedule_text(schedule)}{mask}: {_seconds(cost.forward)} forward, "
+            f"{_seconds(cost.backward)} backward, of which {_seconds(cost.compute)} is compute"
+        )
+    lines += ["", "Considered (predicted time of all masks, forward and backward):"]
+    for i, (name, seconds) in enumerate(plan.considered):
+        lines.append(f"  {'->' if i == 0 else '  '} {_seconds(seconds):>10}  {name}")
+    return "\n".join(lines)
+
+
+def _schedule_text(schedule: Schedule) -> str:
+    rounds = schedule.forward.rounds
+    text = f"{schedule.name} in {rounds} round{'s' if rounds != 1 else ''}"
+    if schedule.inner > 1:
+        text += f", heads shared by {schedule.inner} ranks, {schedule.groups.ranks} groups"
+    return text
+
+
+def _seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
+    return ""
+
+
+def _bytes(value: int) -> str:
+    size = float(value)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def plan_as_data(plan: Plan) -> dict[str, Any]:
+    """Plain lists, numbers and texts."""
+    shape = asdict(plan.shape)
+    shape["dtype"] = str(plan.shape.dtype).removeprefix("torch.")
+    layout = plan.layout
+    return {
+        "seq_len": plan.seq_len,
+        "ranks": list(plan.ranks.shape),
+        "masks": {
+            name: {"name": grid.mask.name, "block_size": list(grid.block_size), **grid.counts()}
+            for name, grid in plan.grids.items()
+        },
+        "shape": shape,
+        "machine": asdict(plan.machine),
+        "layout": {
+            "name": layout.name,
+            "lanes": layout.lanes,
+            "rank": layout.rank.tolist(),
+            "start": layout.start.tolist(),
+            "stop": layout.stop.tolist(),
+        },
+        "schedules": {name: _schedule(s) for name, s in plan.schedules.items()},
+        "stats": asdict(plan.stats()),
+        "considered": [list(line) for line in plan.considered],
+        "fingerprint": plan.fingerprint(),
+    }
+
+
+def _schedule(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "name": schedule.name,
+        "inner": schedule.inner,
+        "groups": schedule.groups.ranks,
+        "keeps_kv": schedule.keeps_kv,
+        "heads": [
+            {"q": [s.q.start, s.q.stop], "kv": [s.kv.start, s.kv.stop]} for s in schedule.heads
+        ],
+        "forward": _pass(schedule.forward),
+        "backward": _pass(schedule.backward),
+    }
+
+
+def _pass(what: Pass) -> dict[str, Any]:
+    work = what.work
+    return {
+        "rounds": what.rounds,
+        "moves": _transfers(what.moves),
+        "work": {
+            "round": work.round.tolist(),
+            "rank": work.rank.tolist(),
+            "start": work.start.tolist(),
+            "stop": work.stop.tolist(),
+        },
+        "returns": _transfers(what.returns),
+    }
+
+
+def _transfers(table: Transfers) -> dict[str, list[int]]:
+    return {
+        "round": table.round.tolist(),
+        "source": table.source.tolist(),
+        "target": table.target.tolist(),
+        "start": table.start.tolist(),
+        "stop": table.stop.tolist(),
+    }

@@ -1,0 +1,58 @@
+"""Rows and bytes that each rank receives under a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.plan.shape import AttentionShape
+from flexcp.schedule import Schedule, Transfers
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """What arrives at each rank; queries and outputs that are swapped for heads included."""
+
+    kv_rows: Tensor
+    """int64 [ranks] Rows of K and V in forward, whatever part of their heads."""
+    forward: Tensor
+    """int64 [ranks] Bytes of the forward pass."""
+    backward: Tensor
+    """int64 [ranks] Bytes of the backward pass."""
+
+
+def elements_per_row(schedule: Schedule, shape: AttentionShape) -> int:
+    """Batch elements that a row of the layout stands for."""
+    return shape.batch if schedule.layout.lanes == 1 else 1
+
+
+def traffic(schedule: Schedule, shape: AttentionShape) -> Traffic:
+    """Counts a schedule's transfers, those within groups included."""
+    inner, groups = schedule.inner, schedule.groups.ranks
+    per_row = elements_per_row(schedule, shape)
+    lanes = schedule.layout.lanes
+    kv = torch.tensor([shape.kv_bytes(len(s.kv)) for s in schedule.heads]).repeat(groups)
+    kv_used = torch.tensor([len(s.q) > 0 for s in schedule.heads]).repeat(groups)
+
+    def rows(table: Transfers) -> Tensor:
+        return table.received(groups).repeat_interleave(inner)
+
+    kv_rows = rows(schedule.forward.moves) * kv_used
+    forward = kv_rows * kv * per_row
+    back_rows = rows(schedule.backward.moves) + rows(schedule.backward.returns)
+    backward = back_rows * kv * kv_used * per_row
+    if inner > 1:
+        own = schedule.layout.counts * lanes
+        others = (schedule.groups.counts * lanes).repeat_interleave(inner) - own
+        q = torch.tensor([shape.q_bytes(len(s.q)) for s in schedule.heads]).repeat(groups)
+        out = torch.tensor([shape.out_bytes(len(s.q)) for s in schedule.heads])
+        back = torch.tensor([len(s.kv) for s in schedule.heads])
+        foreign_out = int(out.sum()) - out.repeat(groups)
+        foreign_q = shape.q_bytes(shape.num_heads) - q
+        foreign_kv = (int(back.sum()) - back.repeat(groups)) * shape.kv_bytes(1)
+        kv_rows = kv_rows + others * kv_used
+        forward = forward + (others * (q + kv) + own * foreign_out) * per_row
+        backward = backward + (others * q + own * (foreign_q + foreign_kv)) * per_row
+    return Traffic(kv_rows, forward, backward)
