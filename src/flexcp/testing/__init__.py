@@ -1,1 +1,5 @@
 """Helpers for tests of code that uses flexcp, and of flexcp itself."""
+
+from flexcp.testing.world import simulate
+
+__all__ = ["simulate"]

@@ -1,0 +1,13 @@
+"""Moving rows between ranks: the interface of a transport, and one within a single process."""
+
+from flexcp.comm.interface import Pending, Transport
+from flexcp.comm.simulated import RankError, SimulatedMesh, SimulatedTransport, World
+
+__all__ = [
+    "Pending",
+    "RankError",
+    "SimulatedMesh",
+    "SimulatedTransport",
+    "Transport",
+    "World",
+]

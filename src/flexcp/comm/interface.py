@@ -1,0 +1,75 @@
+"""What a transport does, whether its ranks are processes or threads of one.
+
+Every call is made by all ranks that take part, in the same order. Tensors are contiguous. Receives
+are given the shape that will come: both ends know it from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """Transfers on their way."""
+
+    def wait(self) -> list[Tensor]:
+        """Returns once all have arrived: the received tensors, in the order of the receives."""
+        ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """How the ranks of one mesh reach each other."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        ...
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        *,
+        like: Tensor,
+        label: str,
+    ) -> Pending:
+        """Starts the transfers of a round, and returns at once.
+
+        Args:
+            sends: Rank and tensor of each message.
+            receives: Rank and shape of each message to come.
+            like: A tensor with the type and device of what comes.
+            label: Names the round, in errors; messages only match within one label.
+        """
+        ...
+
+    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The tensors of all ranks, by rank; `shapes` are theirs."""
+        ...
+
+    def all_to_all(
+        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> list[Tensor]:
+        """One tensor to each of `ranks`, one from each; `shapes` are of those that come."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, added up in order of rank."""
+        ...
+
+    def all_agree(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank: to find out who differs before data moves."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns once all ranks have come here."""
+        ...

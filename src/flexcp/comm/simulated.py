@@ -1,0 +1,305 @@
+"""All ranks in one process: threads that run one at a time and hand over where they would wait.
+
+Whoever waits lets the next rank that can go on run, in order of rank, so every run is the same. If
+nobody can go on, that is a deadlock, and everybody gets an error that says who waits for whom. If a
+rank fails, the others end too, and the first failure is what the caller sees.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+
+
+class RankError(RuntimeError):
+    """A rank's own code raised; the cause is its exception."""
+
+    def __init__(self, rank: int, cause: BaseException) -> None:
+        super().__init__(f"rank {rank} failed: {type(cause).__name__}: {cause}")
+        self.rank = rank
+
+
+class _Stopped(BaseException):
+    """Ends a rank because another one has failed."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Why a rank can't go on."""
+
+    ready: Callable[[], bool]
+    reason: str
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks, and what is on its way between them."""
+
+    size: int
+    mail: dict[tuple[int, int, str], list[Tensor]] = field(default_factory=dict)
+    """Messages by source, target and label, in the order in which they were sent."""
+    bytes_received: list[int] = field(default_factory=list)
+    """What every rank has received so far."""
+
+    def __post_init__(self) -> None:
+        self.bytes_received = [0] * self.size
+        self._turn = threading.Condition()
+        self._running = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self._done: set[int] = set()
+        self._error: BaseException | None = None
+
+    def run(self, fn: Callable[[int], Any]) -> list[Any]:
+        """Runs fn(rank) for every rank; returns the results by rank."""
+        results: list[Any] = [None] * self.size
+        grad = torch.is_grad_enabled()
+
+        def work(rank: int) -> None:
+            try:
+                self._wait_for_turn(rank)
+                with torch.set_grad_enabled(grad):
+                    results[rank] = fn(rank)
+            except _Stopped:
+                pass
+            except BaseException as error:
+                self._fail(RankError(rank, error), error)
+            finally:
+                self._leave(rank)
+
+        threads = [
+            threading.Thread(target=work, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def wait_until(self, rank: int, ready: Callable[[], bool], reason: str) -> None:
+        """Lets others run until `ready`."""
+        if ready():
+            return
+        with self._turn:
+            self._waiting[rank] = _Waiting(ready, reason)
+            self._hand_over(rank)
+        self._wait_for_turn(rank)
+
+    def _wait_for_turn(self, rank: int) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._running == rank or self._error is not None)
+            if self._error is not None:
+                raise _Stopped
+            self._waiting.pop(rank, None)
+
+    def _hand_over(self, rank: int) -> None:
+        """Chooses who runs next; called with the lock held."""
+        order = [(rank + step) % self.size for step in range(1, self.size + 1)]
+        for other in order:
+            if other in self._done:
+                continue
+            waiting = self._waiting.get(other)
+            if waiting is None or waiting.ready():
+                self._running = other
+                self._turn.notify_all()
+                return
+        if len(self._done) < self.size:
+            self._error = self._error or self._deadlock()
+        self._turn.notify_all()
+
+    def _deadlock(self) -> FlexCPError:
+        stuck = [f"rank {r} waits for {w.reason}" for r, w in sorted(self._waiting.items())]
+        gone = f"; ranks {sorted(self._done)} have returned" if self._done else ""
+        return FlexCPError(
+            "every rank to get what it waits for",
+            "a deadlock: " + "; ".join(stuck) + gone,
+            "make sure that all ranks call the same collectives in the same order",
+        )
+
+    def _fail(self, failure: RankError, cause: BaseException) -> None:
+        with self._turn:
+            if self._error is None:
+                failure.__cause__ = cause
+                self._error = failure
+            self._turn.notify_all()
+
+    def _leave(self, rank: int) -> None:
+        with self._turn:
+            self._done.add(rank)
+            self._waiting.pop(rank, None)
+            if self._error is None and self._running == rank:
+                self._hand_over(rank)
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """Messages that were asked for."""
+
+    transport: SimulatedTransport
+    receives: list[tuple[int, tuple[int, ...]]]
+    label: str
+    like: Tensor
+    number: int
+
+    def wait(self) -> list[Tensor]:
+        return [self._take(source, shape) for source, shape in self.receives]
+
+    def _take(self, source: int, shape: tuple[int, ...]) -> Tensor:
+        world, rank = self.transport.world, self.transport.rank
+        key = (source, rank, self.label)
+        world.wait_until(
+            rank,
+            lambda: bool(world.mail.get(key)),
+            f"rank {source} to send in {self.label}",
+        )
+        found = world.mail[key].pop(0)
+        if not world.mail[key]:
+            del world.mail[key]
+        if tuple(found.shape) != shape or found.dtype != self.like.dtype:
+            raise FlexCPError(
+                f"{self.like.dtype} of shape {shape} from rank {source} in {self.label}",
+                f"{found.dtype} of shape {tuple(found.shape)}",
+                "make the same plan, with tensors of the same shape and type, on every rank",
+            )
+        world.bytes_received[rank] += found.numel() * found.element_size()
+        return found
+
+
+@dataclass(eq=False)
+class SimulatedTransport:
+    """The transport of one simulated rank."""
+
+    world: World
+    rank: int
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return self.world.size
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        *,
+        like: Tensor,
+        label: str,
+    ) -> _Arriving:
+        """Sends copies at once; what is received is fetched when it is waited for."""
+        for target, x in sends:
+            self._post(target, x, label)
+        wanted = [(source, tuple(shape)) for source, shape in receives]
+        return _Arriving(self, wanted, label, like, 0)
+
+    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The tensors of all ranks, by rank."""
+        everyone = range(self.world_size)
+        return self._swap("all_gather", [x] * self.world_size, shapes, everyone)
+
+    def all_to_all(
+        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> list[Tensor]:
+        """One tensor to each of `ranks`, one from each."""
+        name = "all_to_all of ranks " + ",".join(map(str, ranks))
+        return self._swap(name, parts, shapes, ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, added up in order of rank."""
+        everyone = range(self.world_size)
+        parts = self._swap("all_reduce", [x] * self.world_size, [x.shape] * len(everyone), everyone)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def all_agree(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank."""
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor([mine.numel()]), [[1]] * self.world_size)
+        parts = self.all_gather(mine, [[int(n)] for n in sizes])
+        return [bytes(part.tolist()).decode() for part in parts]
+
+    def barrier(self) -> None:
+        """Returns once all ranks have come here."""
+        empty = torch.zeros(0)
+        self._swap(
+            "barrier", [empty] * self.world_size, [[0]] * self.world_size, range(self.world_size)
+        )
+
+    def _swap(
+        self,
+        name: str,
+        parts: Sequence[Tensor],
+        shapes: Sequence[Sequence[int]],
+        ranks: Sequence[int],
+    ) -> list[Tensor]:
+        self._calls[name] = self._calls.get(name, 0) + 1
+        label = f"{name} #{self._calls[name]}"
+        others = [i for i, r in enumerate(ranks) if r != self.rank]
+        pending = self.exchange(
+            [(ranks[i], parts[i]) for i in others],
+            [(ranks[i], shapes[i]) for i in others],
+            like=parts[0],
+            label=label,
+        )
+        came = dict(zip(others, pending.wait(), strict=True))
+        return [came[i] if i in came else parts[i].clone() for i in range(len(ranks))]
+
+    def _post(self, target: int, x: Tensor, label: str) -> None:
+        if not 0 <= target < self.world_size or target == self.rank:
+            raise FlexCPError(
+                f"another rank of {self.world_size} to send to", str(target), "see the schedule"
+            )
+        mail = self.world.mail.setdefault((self.rank, target, label), [])
+        mail.append(x.detach().clone())
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedMesh:
+    """Stands for a DeviceMesh within `testing.simulate`."""
+
+    shape: tuple[int, ...]
+    """Ranks along each dimension."""
+    transport: SimulatedTransport
+    """How this rank reaches the others."""
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions."""
+        return len(self.shape)
+
+    @property
+    def device_type(self) -> str:
+        """Always "cpu"."""
+        return "cpu"
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Ranks along a dimension, or of the whole mesh."""
+        return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def get_rank(self) -> int:
+        """This rank."""
+        return self.transport.rank
+
+    def get_coordinate(self) -> list[int]:
+        """Where this rank is along each dimension."""
+        place, rest = [], self.transport.rank
+        for n in reversed(self.shape):
+            place.append(rest % n)
+            rest //= n
+        return place[::-1]
+
+    def get_local_rank(self, mesh_dim: int = 0) -> int:
+        """Where this rank is along one dimension."""
+        return self.get_coordinate()[mesh_dim]

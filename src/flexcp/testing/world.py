@@ -1,0 +1,35 @@
+"""Running a function on many ranks without many machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TypeVar
+
+from flexcp.comm.simulated import SimulatedMesh, SimulatedTransport, World
+from flexcp.errors import FlexCPError
+
+T = TypeVar("T")
+
+
+def simulate(fn: Callable[[SimulatedMesh], T], world_size: int | tuple[int, ...]) -> list[T]:
+    """Calls fn(mesh) once per simulated rank, in this process; returns the results by rank.
+
+    Ranks run one at a time, in an order that depends on nothing but the code, and take turns where
+    they wait for each other. An exception in one of them ends all, and names the rank.
+
+    Args:
+        fn: The code of one rank, as it would be written for a DeviceMesh.
+        world_size: How many ranks, or the shape of a mesh such as (2, 4).
+
+    >>> import torch
+    >>> simulate(lambda mesh: mesh.transport.all_reduce(torch.tensor(mesh.get_rank())).item(), 4)
+    [6, 6, 6, 6]
+    """
+    shape = world_size if isinstance(world_size, tuple) else (world_size,)
+    if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
+        raise FlexCPError(
+            "at least 1 rank", repr(world_size), "pass a number of ranks, or a shape such as (2, 4)"
+        )
+    world = World(prod(shape))
+    return world.run(lambda rank: fn(SimulatedMesh(shape, SimulatedTransport(world, rank))))
