@@ -25,7 +25,8 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _ALSO_POINTWISE = frozenset(
     {
         "_to_copy", "alias", "clone", "detach", "empty_like", "floor_divide", "full_like",
-        "lift_fresh", "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like",
+        "lift_fresh", "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like",
+        "zeros_like",
     }
 )  # fmt: skip
 
