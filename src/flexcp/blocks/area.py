@@ -10,7 +10,8 @@ from torch import Tensor
 from flexcp.blocks.axis import Axis
 from flexcp.blocks.descent import count_pairs
 from flexcp.blocks.measured import MeasuredMask, Planes, measure_mask
-from flexcp.blocks.runs import BlockKind, Runs, in_parts
+from flexcp.blocks.pick import in_parts, pick
+from flexcp.blocks.runs import BlockKind, Runs
 from flexcp.masks import Mask, trace_mask
 
 _PIECE = 16
@@ -48,11 +49,13 @@ def _areas(
     j = col * wide + torch.arange(wide)[None, :, None]
     shape = (high, wide, row.numel())
     surely, possibly = fine.bounds(plane, i, j)
-    area = torch.where(surely, fine.q.sizes[i] * fine.kv.sizes[j], 0).expand(shape).flatten()
+    pairs = pick(fine.q.sizes, i) * pick(fine.kv.sizes, j)
+    area = torch.where(surely, pairs, 0).expand(shape).flatten()
     open_ = torch.nonzero((possibly & ~surely).expand(shape).flatten()).squeeze(1)
-    i, j, plane = (x.expand(shape).reshape(-1)[open_] for x in (i, j, plane))
+    i, j, plane = (pick(x.expand(shape).reshape(-1), open_) for x in (i, j, plane))
     for at in in_parts(torch.arange(open_.numel()), _MOST_PAIRS // (_PIECE * _PIECE)):
-        area[open_[at]] = count_pairs(fine, plane[at], i[at], j[at])[0]
+        found = count_pairs(fine, pick(plane, at), pick(i, at), pick(j, at))[0]
+        area.index_copy_(0, pick(open_, at), found)
     return area.view(shape).sum((0, 1))
 
 

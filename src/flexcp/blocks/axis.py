@@ -8,11 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flexcp.blocks.pick import pick
 from flexcp.masks.ranges import Range
 
 _EXACT = 2.0**52
-_CHUNK = 1 << 17
-"""Positions evaluated at a time: few enough to stay in a core's cache."""
+_CHUNK = 1 << 14
+"""Positions evaluated at a time: so few that torch stays on one thread, within its cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +68,7 @@ class Axis:
     def pyramid_of(self, values: Tensor) -> Pyramid:
         """The pyramid of values [groups, S] that are given for every position."""
         extremes = [
-            tuple(torch.aminmax(values[:, self.positions(chunk) - self.first[0]], dim=2))
-            for chunk in self.chunks()
+            extremes_of(values[:, self.positions(chunk) - self.first[0]]) for chunk in self.chunks()
         ]
         return measure(extremes, truth=values.dtype == torch.bool)
 
@@ -114,15 +114,21 @@ class Pyramid:
         """The ranges of some nodes of a level, as [T]; without what is attained if not asked."""
         found = self.at(level)
         flat = node if found.lo.shape[0] == 1 else group * found.lo.shape[1] + node
-        lo, hi = found.lo.view(-1)[flat], found.hi.view(-1)[flat]
+        lo, hi = pick(found.lo.view(-1), flat), pick(found.hi.view(-1), flat)
         if not attained:
             return Range.bounds(lo, hi)
         if found.some_lo is found.lo:  # single cells attain their extremes
             return Range(lo, hi, lo, hi)
-        return Range(lo, hi, found.some_lo.view(-1)[flat], found.some_hi.view(-1)[flat])
+        some_lo, some_hi = (pick(x.view(-1), flat) for x in (found.some_lo, found.some_hi))
+        return Range(lo, hi, some_lo, some_hi)
 
 
-def measure(values: list[tuple[Tensor, ...]], truth: bool) -> Pyramid:
+def extremes_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest along the last dimension."""
+    return values.amin(-1), values.amax(-1)
+
+
+def measure(values: list[tuple[Tensor, Tensor]], truth: bool) -> Pyramid:
     """A pyramid from the least and greatest values of consecutive cells, [groups, cells] each."""
     lo = torch.cat([low for low, _ in values], dim=1)
     hi = torch.cat([high for _, high in values], dim=1)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from flexcp.blocks.measured import MeasuredMask
-from flexcp.blocks.runs import BlockKind, Runs, in_parts, joined
+from flexcp.blocks.pick import in_parts, pick
+from flexcp.blocks.runs import BlockKind, Runs, joined
 
-_MOST_RECTANGLES = 1 << 20
+_MOST_RECTANGLES = 1 << 16
 """Rectangles looked at together; more are taken in turns, which bounds the memory."""
 _FIRST_RECTANGLES = 1 << 10
 """Rectangles that the search begins with, at most."""
@@ -48,10 +49,14 @@ class Rectangles:
     def __len__(self) -> int:
         return self.plane.numel()
 
+    def pick(self, at: Tensor) -> Rectangles:
+        """Some of them, by their indices."""
+        return Rectangles(pick(self.plane, at), pick(self.i, at), pick(self.j, at))
+
     def where(self, chosen: Tensor) -> Rectangles:
         """Some of them, by a bool mask."""
         at = torch.nonzero(chosen).squeeze(1)
-        return Rectangles(self.plane[at], self.i[at], self.j[at])
+        return self.pick(at)
 
     def split(self, rows: int, cols: int) -> Rectangles:
         """The (up to) four quarters of each."""
@@ -64,7 +69,7 @@ class Rectangles:
     def parts(self, size: int) -> list[Rectangles]:
         """In pieces of at most `size`, neighbours staying together."""
         order = torch.argsort(self.plane * (1 << 40) + self.i)
-        return [Rectangles(self.plane[at], self.i[at], self.j[at]) for at in order.split(size)]
+        return [self.pick(at) for at in in_parts(order, size)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +130,10 @@ class Descent:
         """Runs of one tile each, in no order: `joined` follows."""
         rows, cols = self._shape(level)
         at = torch.nonzero(kind).squeeze(1)
-        row = r.plane[at] * rows + r.i[at]
+        r = r.pick(at)
+        row = r.plane * rows + r.i
         total = rows * len(self.mask.planes)
-        return Runs(total, cols, row, r.j[at], r.j[at] + 1, kind[at])
+        return Runs(total, cols, row, r.j, r.j + 1, pick(kind, at))
 
     def _settle(self, blocks: Rectangles) -> Runs:
         """The kinds of blocks by looking at their pairs."""
@@ -136,49 +142,45 @@ class Descent:
         unsure = torch.arange(len(blocks))
         for samples in _SAMPLES:
             for at in in_parts(unsure, _MOST_PAIRS // samples**2):
-                kind[at] = self._kinds_of_samples(
-                    blocks.plane[at], blocks.i[at], blocks.j[at], samples
-                )
-            unsure = unsure[kind[unsure] != BlockKind.PARTIAL]
+                kind.index_copy_(0, at, self._kinds_of_samples(blocks.pick(at), samples))
+            unsure = torch.nonzero(kind != BlockKind.PARTIAL).squeeze(1)
         self.effort.evaluated += unsure.numel()
-        for at in in_parts(unsure, self.blocks_at_once()):
-            allowed, total = self.count_pairs(blocks.plane[at], blocks.i[at], blocks.j[at])
+        for at in in_parts(unsure, self._blocks_at_once()):
+            some = blocks.pick(at)
+            allowed, total = count_pairs(self.mask, some.plane, some.i, some.j)
             kind[at] = torch.where(
                 allowed == total, int(BlockKind.FULL), (allowed > 0).to(torch.int8)
             ).to(torch.int8)
         return self._as_runs(0, blocks, kind)
 
-    def _kinds_of_samples(self, plane: Tensor, i: Tensor, j: Tensor, samples: int) -> Tensor:
+    def _kinds_of_samples(self, blocks: Rectangles, samples: int) -> Tensor:
         """PARTIAL where pairs spread over a block differ; EMPTY where they don't tell."""
         step = torch.arange(samples)[:, None]
         q, kv = (
-            axis.first[at] + (axis.last[at] - axis.first[at]) * step // (samples - 1)
-            for axis, at in ((self.mask.q, i), (self.mask.kv, j))
+            pick(axis.first, at) + (pick(axis.sizes, at) - 1) * step // (samples - 1)
+            for axis, at in ((self.mask.q, blocks.i), (self.mask.kv, blocks.j))
         )
-        seen = self.mask.evaluate(plane, q[:, None], kv[None, :]).flatten(0, 1)
+        seen = self.mask.evaluate(blocks.plane, q[:, None], kv[None, :]).flatten(0, 1)
         mixed = seen.any(0) & ~seen.all(0)
         return torch.where(mixed, int(BlockKind.PARTIAL), int(BlockKind.EMPTY)).to(torch.int8)
 
-    def blocks_at_once(self) -> int:
+    def _blocks_at_once(self) -> int:
         """How many blocks may be evaluated in full together."""
         pairs = int(self.mask.q.sizes.max()) * int(self.mask.kv.sizes.max())
         return max(1, _MOST_PAIRS // pairs)
 
-    def count_pairs(self, plane: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 Allowed pairs, and all pairs, of some blocks."""
-        return count_pairs(self.mask, plane, i, j)
-
 
 def count_pairs(mask: MeasuredMask, plane: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """int64 Allowed pairs, and all pairs, of some cells of a mask."""
-    height, width = mask.q.sizes[i], mask.kv.sizes[j]
+    height, width = pick(mask.q.sizes, i), pick(mask.kv.sizes, j)
     # Cells vary fastest: the innermost loops of the evaluation are then long and contiguous.
     rows = torch.arange(int(height.max()))[:, None, None]
     cols = torch.arange(int(width.max()))[None, :, None]
-    q, kv = mask.q.first[i] + rows, mask.kv.first[j] + cols
+    q, kv = pick(mask.q.first, i) + rows, pick(mask.kv.first, j) + cols
     ragged = bool((height < rows.numel()).any() | (width < cols.numel()).any())
     if ragged:
-        q, kv = torch.minimum(q, mask.q.last[i]), torch.minimum(kv, mask.kv.last[j])
+        q = torch.minimum(q, pick(mask.q.last, i))
+        kv = torch.minimum(kv, pick(mask.kv.last, j))
     allowed = mask.evaluate(plane, q, kv)
     if ragged:
         allowed = allowed & (rows < height) & (cols < width)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexcp.blocks.axis import Axis, Pyramid, measure
+from flexcp.blocks.axis import Axis, Pyramid, extremes_of, measure
+from flexcp.blocks.pick import pick
 from flexcp.blocks.relabel import renumbered, unsorted_equalities
 from flexcp.errors import FlexCPError
 from flexcp.masks.graph import MaskGraph
@@ -80,9 +81,9 @@ class MeasuredMask:
             axis = self.analysis.axis_of(leaf)
             if axis is None:
                 value = self.constants[leaf]
-                measured[leaf] = Range.exactly(value[plane] if value.dim() else value)
+                measured[leaf] = Range.exactly(pick(value, plane) if value.dim() else value)
             else:
-                group = self.groups[leaf][plane] if len(self.planes) > 1 else plane
+                group = pick(self.groups[leaf], plane) if len(self.planes) > 1 else plane
                 node = i if axis == "q" else j
                 measured[leaf] = self.pyramids[leaf].take(level, group, node, attained=attained)
         return measured
@@ -90,7 +91,7 @@ class MeasuredMask:
     def evaluate(self, plane: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """The mask itself, exactly, at positions; the three broadcast against each other."""
         shape = torch.broadcast_tensors(plane, q, kv)[0].shape
-        b, h = self.planes.b[plane], self.planes.h[plane]
+        b, h = pick(self.planes.b, plane), pick(self.planes.h, plane)
         return run_mask(lambda: self.graph.evaluate(b, h, q, kv)).expand(shape)
 
 
@@ -177,7 +178,7 @@ def _of_positions(cells: Axis) -> Pyramid:
 
 def _of_table(graph: MaskGraph, leaf: int, axis: str, cells: Axis, b: Tensor, h: Tensor) -> Pyramid:
     zero = torch.zeros((), dtype=torch.int64)
-    extremes: list[tuple[Tensor, ...]] = []
+    extremes: list[tuple[Tensor, Tensor]] = []
     b, h = b[:, None, None], h[:, None, None]
     for chunk in cells.chunks():
         positions = cells.positions(chunk)
@@ -187,5 +188,5 @@ def _of_table(graph: MaskGraph, leaf: int, axis: str, cells: Axis, b: Tensor, h:
             return graph.evaluate_nodes((leaf,), b, h, q, kv)[0]
 
         values = run_mask(table).expand(b.shape[0], *positions.shape)
-        extremes.append(tuple(torch.aminmax(values, dim=2)))
+        extremes.append(extremes_of(values))
     return measure(extremes, truth=graph.nodes[leaf].dtype == torch.bool)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexcp.blocks.runs import BlockKind, Runs, in_parts
+from flexcp.blocks.pick import in_parts
+from flexcp.blocks.runs import BlockKind, Runs
 
 
 def coverage(runs: Runs, height: int, width: int) -> Tensor:

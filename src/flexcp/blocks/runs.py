@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flexcp.blocks.pick import pick
+
 
 class BlockKind(IntEnum):
     """What a tile of the attention matrix is."""
@@ -61,8 +63,8 @@ class Runs:
         key = row * (self.cols + 1) + col
         at = torch.searchsorted(self._keys, key, right=True) - 1
         near = at.clamp(min=0)
-        inside = (at >= 0) & (self.row[near] == row) & (col < self.stop[near])
-        return torch.where(inside, self.kind[near], 0).to(torch.int8)
+        inside = (at >= 0) & (pick(self.row, near) == row) & (col < pick(self.stop, near))
+        return torch.where(inside, pick(self.kind, near), 0).to(torch.int8)
 
     def refined(self, rows: int, cols: int, *, planes: int = 1) -> Runs:
         """Each tile split into 2 x 2, clipped to `rows` x `cols`.
@@ -122,7 +124,7 @@ class Runs:
         col = _expand(left, right)
         line, below = (x.repeat_interleave(right - left) for x in (line, below))
         order = torch.argsort(col * (self.rows + 1) + line)
-        col, line, below = col[order], line[order], below[order]
+        col, line, below = pick(col, order), pick(line, order), pick(below, order)
         begins = torch.nonzero(below != BlockKind.EMPTY).squeeze(1)
         stops = line[begins + 1]
         return joined([Runs(self.cols, self.rows, col[begins], line[begins], stops, below[begins])])
@@ -180,7 +182,7 @@ def joined(pieces: Sequence[Runs]) -> Runs:
         return Runs(rows, cols, row, start, stop, kind)
     key, order = torch.sort(row * (cols + 1) + start)
     row = torch.div(key, cols + 1, rounding_mode="floor")
-    start, stop, kind = key - row * (cols + 1), stop[order], kind[order]
+    start, stop, kind = key - row * (cols + 1), pick(stop, order), pick(kind, order)
     joins = (row[1:] == row[:-1]) & (start[1:] == stop[:-1]) & (kind[1:] == kind[:-1])
     if not bool(joins.any()):
         return Runs(rows, cols, row, start, stop, kind)
@@ -188,7 +190,9 @@ def joined(pieces: Sequence[Runs]) -> Runs:
     begins, ends = (
         torch.nonzero(torch.cat(pair)).squeeze(1) for pair in ((true, ~joins), (~joins, true))
     )
-    return Runs(rows, cols, row[begins], start[begins], stop[ends], kind[begins])
+    return Runs(
+        rows, cols, pick(row, begins), pick(start, begins), pick(stop, ends), pick(kind, begins)
+    )
 
 
 def _without_empty(
@@ -198,11 +202,6 @@ def _without_empty(
     if bool(keep.all()):
         return row, start, stop, kind
     return row[keep], start[keep], stop[keep], kind[keep]
-
-
-def in_parts(indices: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Indices in parts of at most `size`; no part at all if there are none."""
-    return indices.split(max(1, size)) if indices.numel() else ()
 
 
 def _expand(start: Tensor, stop: Tensor) -> Tensor:

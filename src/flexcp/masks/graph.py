@@ -126,7 +126,7 @@ class MaskGraph:
             elif node.op is not None:
                 args = _substitute(node.args, values)
                 kwargs = {k: _substitute(v, values) for k, v in node.kwargs.items()}
-                values[index] = node.op(*args, **kwargs)
+                values[index] = _lookup(*args) if node.name == "index" else node.op(*args, **kwargs)
         return tuple(values[index] for index in wanted)
 
     def _run_each_alone(
@@ -201,6 +201,20 @@ def _refs(value: Any) -> Iterable[int]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _refs(item)
+
+
+def _lookup(table: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """`table[indices]`."""
+    index = indices[0]
+    if table.dim() == 1 and index is not None and index.dtype == torch.int64:
+        # Indexing waits for all of torch's threads even when it has little to do; this does not.
+        # It knows no negative indices, though.
+        try:
+            return table.index_select(0, index.reshape(-1)).view(index.shape)
+        except (IndexError, RuntimeError):
+            pass
+    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return found
 
 
 def frozen(value: Any, of_ref: Callable[[Ref], Hashable]) -> Hashable:
