@@ -161,8 +161,8 @@ def _forward_lane(
         out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=dtype)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     highest = q.new_full(q.shape[:3], -torch.inf, dtype=dtype) if want_max else None
-    rows = _rows(q, k, v, scale, lane, prepared) if program.largest_strip else None
-    work = Workspace(rows, program.largest_strip) if rows is not None else None
+    rows = _rows(q, k, v, scale, lane, prepared, backward=False) if program.largest_strip else None
+    work = Workspace(rows, program) if rows is not None else None
     out_n, lse_n = _by_kv_head(out, k.shape[1]), _by_kv_head(lse, k.shape[1])
     highest_n = None if highest is None else _by_kv_head(highest, k.shape[1])
     for piece in program.pieces:
@@ -232,13 +232,13 @@ def _backward_lane(
             dv[:, :, keys] += part_v
     if program.largest_strip:
         g_heads = k.shape[1]
-        rows = _rows(q, k, v, scale, lane, prepared)
-        work = Workspace(rows, program.largest_strip)
+        rows = _rows(q, k, v, scale, lane, prepared, backward=True)
+        work = Workspace(rows, program)
         grads_n = _by_kv_head(grad_out.to(dtype), g_heads)
-        delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+        minus_delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1).neg_()
         if grad_lse is not None:
-            delta = delta - grad_lse.to(dtype)
-        delta_n, lse_n = _by_kv_head(delta, g_heads), _by_kv_head(lse, g_heads)
+            minus_delta += grad_lse.to(dtype)
+        delta_n, lse_n = _by_kv_head(minus_delta, g_heads), _by_kv_head(lse, g_heads)
         sums = Sums(_by_kv_head(dq, g_heads), dk.flatten(0, 1), dv.flatten(0, 1), captured)
         for piece in program.pieces:
             if piece.fused:
@@ -263,15 +263,18 @@ def _is_one_call(program: Program, q: Tensor, k: Tensor) -> bool:
     return piece.fused and piece.rows == q.shape[2] and piece.keys == k.shape[2]
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float, lane: Lane, prepared: Prepared) -> Rows:
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lane: Lane, prepared: Prepared, *, backward: bool
+) -> Rows:
     dtype, device = accumulation_dtype(q.dtype), q.device
     heads = k.shape[1]
     group = q.shape[1] // heads
+    keys = k.to(dtype).flatten(0, 1)
     return Rows(
-        _by_kv_head(q, heads),
-        k.to(dtype).flatten(0, 1),
+        _by_kv_head(q.to(dtype) * scale, heads),
+        keys,
+        keys * scale if backward else None,
         v.to(dtype).flatten(0, 1),
-        scale,
         torch.tensor(lane.batches, device=device).repeat_interleave(heads),
         torch.tensor(lane.q_heads, device=device).view(heads, group).repeat(len(lane.batches), 1),
         prepared.positions("q", device),

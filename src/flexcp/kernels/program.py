@@ -10,7 +10,7 @@ row there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +42,15 @@ class Forbidden:
     c1: int
     pairs: Tensor
     """bool [rows, c1 - c0] True where the pair may not attend."""
+    _biases: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What to add to the scores: -inf where the pair may not attend, else 0."""
+        key = (dtype, device)
+        if key not in self._biases:
+            zeros = torch.zeros(self.pairs.shape, dtype=dtype)
+            self._biases[key] = zeros.masked_fill_(self.pairs, -torch.inf).to(device)
+        return self._biases[key]
 
 
 @dataclass(frozen=True, eq=False)

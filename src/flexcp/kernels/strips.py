@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexcp.kernels.program import Piece
+from flexcp.kernels.program import Piece, Program
 from flexcp.kernels.score import ScoreMod
 
 _CHUNK_PER_THREAD = 1 << 20
@@ -29,9 +29,11 @@ class Rows:
     """The tensors of a lane, with its heads laid out for batched products."""
 
     q_NRLD: Tensor  # noqa: N815
+    """Times the scale, in the accumulation type, as all of these."""
     k_NLD: Tensor  # noqa: N815
+    k_scaled_NLD: Tensor | None  # noqa: N815
+    """Keys times the scale; the backward pass needs them."""
     v_NLD: Tensor  # noqa: N815
-    scale: float
     b_N: Tensor  # noqa: N815
     """int64 Batch element of each n."""
     h_NR: Tensor  # noqa: N815
@@ -39,24 +41,38 @@ class Rows:
     q_positions: Tensor
     kv_positions: Tensor
 
-    def scaled_q(self, chunk: slice, piece: Piece) -> Tensor:
-        """The rows of a piece, times the scale, in the accumulation type: [N, R*T, D]."""
+    def q_of(self, chunk: slice, piece: Piece) -> Tensor:
+        """The rows of a piece, [N, R*T, D]; a view unless key heads are shared."""
         q = self.q_NRLD[chunk, :, piece.q0 : piece.q1]
-        q = q.to(self.k_NLD.dtype) * self.scale
         return q.reshape(q.shape[0], -1, q.shape[-1])
 
 
 class Workspace:
-    """Two blocks of memory that hold scores, used again by every piece of a call."""
+    """Blocks of memory, used again by every piece of a call: two for scores, one for a product.
 
-    def __init__(self, rows: Rows, largest_strip: int) -> None:
+    Allocating them anew each time would cost as much as a matrix product.
+    """
+
+    def __init__(self, rows: Rows, program: Program) -> None:
         n, r = rows.q_NRLD.shape[:2]
+        largest = program.largest_strip
         most = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _CHUNK_MOST)
-        self.size = min(n * r * largest_strip, max(most, r * largest_strip))
-        self._blocks = [rows.k_NLD.new_empty(self.size) for _ in range(2)]
+        self.size = min(n * r * largest, max(most, r * largest))
+        dim = max(rows.k_NLD.shape[-1], rows.v_NLD.shape[-1])
+        product = max(
+            dim * max(r * piece.rows, piece.keys) * self._step(rows, piece)
+            for piece in program.pieces
+            if not piece.fused
+        )
+        sizes = (self.size, self.size, product)
+        self._blocks = [rows.k_NLD.new_empty(size) for size in sizes]
+
+    def _step(self, rows: Rows, piece: Piece) -> int:
+        n, r = rows.q_NRLD.shape[:2]
+        return min(n, max(1, self.size // (r * piece.rows * piece.keys)))
 
     def block(self, which: int, *shape: int) -> Tensor:
-        """Uninitialised memory of some shape, in block 0 or 1."""
+        """Uninitialised memory of some shape, in block 0 or 1 (scores) or 2 (a product)."""
         size = 1
         for n in shape:
             size *= n
@@ -64,8 +80,7 @@ class Workspace:
 
     def chunks(self, rows: Rows, piece: Piece) -> Iterator[slice]:
         """The n of a piece in groups that fit."""
-        n, r = rows.q_NRLD.shape[:2]
-        step = max(1, self.size // (r * piece.rows * piece.keys))
+        n, step = rows.q_NRLD.shape[0], self._step(rows, piece)
         for first in range(0, n, step):
             yield slice(first, min(first + step, n))
 
@@ -73,21 +88,26 @@ class Workspace:
 def strip_forward(
     rows: Rows, piece: Piece, chunk: slice, mod: ScoreMod | None, work: Workspace
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The partial result over a strip: out [N, R, T, D], lse and largest score [N, R, T]."""
-    q = rows.scaled_q(chunk, piece)
+    """The partial result over a strip: out [N, R, T, D], lse and largest score [N, R, T].
+
+    `out` lies in scratch memory, valid until the next strip.
+    """
+    q = rows.q_of(chunk, piece)
     k = rows.k_NLD[chunk, piece.k0 : piece.k1]
     v = rows.v_NLD[chunk, piece.k0 : piece.k1]
     n, r = q.shape[0], rows.q_NRLD.shape[1]
     scores = work.block(0, n, q.shape[1], piece.keys)
     torch.bmm(q, k.transpose(1, 2), out=scores)
-    if mod is not None:
+    if mod is None:
+        _forbid(scores, piece)
+    else:
         tile = scores.view(n, r, piece.rows, piece.keys)
         scores = _modified(rows, piece, chunk, mod, tile).reshape(scores.shape)
-    _forbid(scores, piece)
+        _forbid_modified(scores, piece)
     highest = scores.amax(-1, keepdim=True)
     if mod is None and not piece.has_blind_rows:
         weights = torch.softmax(scores, -1, out=work.block(1, *scores.shape))
-        out = torch.bmm(weights, v)
+        out = torch.bmm(weights, v, out=work.block(2, n, q.shape[1], v.shape[-1]))
         # The largest weight is exp(highest - lse).
         lse = highest - weights.amax(-1, keepdim=True).log_()
     else:
@@ -95,7 +115,7 @@ def strip_forward(
         safe = highest.clamp(min=torch.finfo(scores.dtype).min)
         weights = torch.sub(scores, safe, out=work.block(1, *scores.shape)).exp_()
         total = weights.sum(-1, keepdim=True)
-        out = torch.bmm(weights, v)
+        out = torch.bmm(weights, v, out=work.block(2, n, q.shape[1], v.shape[-1]))
         out.div_(total.masked_fill(total == 0, 1.0))
         lse = total.log_().add_(safe)
     heads_and_rows = (n, r, piece.rows)
@@ -125,7 +145,7 @@ def strip_backward(
     work: Workspace,
     grad_out_NRLD: Tensor,  # noqa: N803
     lse_NRL: Tensor,  # noqa: N803
-    delta_NRL: Tensor,  # noqa: N803
+    minus_delta_NRL: Tensor,  # noqa: N803
     sums: Sums,
 ) -> None:
     """Adds a strip's share of the gradients to `sums`.
@@ -138,10 +158,10 @@ def strip_backward(
         work: scratch memory.
         grad_out_NRLD: gradient of out, in the accumulation type.
         lse_NRL: the *global* lse; +inf for rows that see nothing at all.
-        delta_NRL: the row sums of out * grad_out, minus the gradient of lse.
+        minus_delta_NRL: the gradient of lse, minus the row sums of out * grad_out.
         sums: what to add to.
     """
-    q = rows.scaled_q(chunk, piece)
+    q = rows.q_of(chunk, piece)
     k = rows.k_NLD[chunk, piece.k0 : piece.k1]
     v = rows.v_NLD[chunk, piece.k0 : piece.k1]
     n, r = q.shape[0], rows.q_NRLD.shape[1]
@@ -150,36 +170,53 @@ def strip_backward(
         part = x[chunk, :, piece.q0 : piece.q1]
         return part.reshape(n, r * piece.rows, -1)
 
-    grad_out, lse, delta = of_piece(grad_out_NRLD), of_piece(lse_NRL), of_piece(delta_NRL)
+    grad_out, lse = of_piece(grad_out_NRLD), of_piece(lse_NRL)
+    minus_delta = of_piece(minus_delta_NRL)
     scores = work.block(0, n, q.shape[1], piece.keys)
-    modified = None
+    torch.bmm(q, k.transpose(1, 2), out=scores)
     if mod is None:
-        torch.baddbmm(lse.neg(), q, k.transpose(1, 2), out=scores)
         _forbid(scores, piece)
-        weights = scores.exp_()
+        if piece.has_blind_rows:
+            weights = scores.sub_(lse).exp_()
+        else:
+            # The softmax kernel has the fastest exp. Its weights are relative to this strip's own
+            # lse; the factor that makes them global goes to what they are multiplied with.
+            highest = scores.amax(-1, keepdim=True)
+            weights = torch.softmax(scores, -1, out=work.block(1, *scores.shape))
+            own_lse = highest.sub_(weights.amax(-1, keepdim=True).log_())
+            factor = own_lse.sub_(lse).exp_()
+            grad_out, minus_delta = grad_out * factor, minus_delta * factor
+        modified, tile = None, scores
     else:
-        torch.bmm(q, k.transpose(1, 2), out=scores)
         tile = scores.view(n, r, piece.rows, piece.keys).requires_grad_()
         with torch.enable_grad():
             modified = _modified(rows, piece, chunk, mod, tile)
         weights = modified.detach().reshape(scores.shape) - lse
-        _forbid(weights, piece)
+        _forbid_modified(weights, piece)
         weights.exp_()
-    sums.v_NLD[chunk, piece.k0 : piece.k1].baddbmm_(weights.transpose(1, 2), grad_out)
-    grad_scores = work.block(1, *scores.shape)
-    torch.baddbmm(delta.neg(), grad_out, v.transpose(1, 2), out=grad_scores)
+    grad_v = work.block(2, *v.shape)
+    torch.bmm(weights.transpose(1, 2), grad_out, out=grad_v)
+    sums.v_NLD[chunk, piece.k0 : piece.k1].add_(grad_v)
+    # The scores are still needed where a score_mod is to be differentiated at them.
+    other = 0 if weights.data_ptr() == work.block(1, 1).data_ptr() else 1
+    grad_scores = work.block(other, *scores.shape)
+    torch.baddbmm(minus_delta, grad_out, v.transpose(1, 2), out=grad_scores)
     grad_scores.mul_(weights)
     if mod is not None:
         assert modified is not None
         grad_scores = mod.pull_back(tile, modified, grad_scores.view(tile.shape), sums.captured)
         grad_scores = grad_scores.reshape(scores.shape)
-    sums.k_NLD[chunk, piece.k0 : piece.k1].baddbmm_(grad_scores.transpose(1, 2), q)
-    grad_q = torch.bmm(grad_scores, k).view(n, r, piece.rows, -1)
+    grad_k = work.block(2, *k.shape)
+    torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k)
+    sums.k_NLD[chunk, piece.k0 : piece.k1].add_(grad_k)
+    assert rows.k_scaled_NLD is not None
+    grad_q = work.block(2, *q.shape)
+    torch.bmm(grad_scores, rows.k_scaled_NLD[chunk, piece.k0 : piece.k1], out=grad_q)
     target = sums.q_NRLD[chunk, :, piece.q0 : piece.q1]
     if piece.fresh:
-        torch.mul(grad_q, rows.scale, out=target)
+        target.copy_(grad_q.view(target.shape))
     else:
-        target.add_(grad_q, alpha=rows.scale)
+        target.add_(grad_q.view(target.shape))
 
 
 def _modified(rows: Rows, piece: Piece, chunk: slice, mod: ScoreMod, tile: Tensor) -> Tensor:
@@ -193,12 +230,19 @@ def _modified(rows: Rows, piece: Piece, chunk: slice, mod: ScoreMod, tile: Tenso
 
 
 def _forbid(scores: Tensor, piece: Piece) -> None:
-    """Sets the scores of forbidden pairs to -inf."""
-    if not piece.forbidden:
-        return
-    tile = scores.view(-1, piece.rows, piece.keys)
-    for edge in piece.forbidden:
-        tile[:, :, edge.c0 : edge.c1].masked_fill_(edge.pairs.to(scores.device), -torch.inf)
+    """Sets the scores of forbidden pairs to -inf, by adding it: far faster than filling."""
+    if piece.forbidden:
+        tile = scores.view(-1, piece.rows, piece.keys)
+        for edge in piece.forbidden:
+            tile[:, :, edge.c0 : edge.c1].add_(edge.bias(scores.dtype, scores.device))
+
+
+def _forbid_modified(scores: Tensor, piece: Piece) -> None:
+    """Likewise, where a score function may have made a forbidden score infinite or NaN."""
+    if piece.forbidden:
+        tile = scores.view(-1, piece.rows, piece.keys)
+        for edge in piece.forbidden:
+            tile[:, :, edge.c0 : edge.c1].masked_fill_(edge.pairs.to(scores.device), -torch.inf)
 
 
 @contextlib.contextmanager
