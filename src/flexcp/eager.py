@@ -1,4 +1,4 @@
-"""Functions that plan: under torch.compile they run as they are, instead of being traced."""
+"""Functions that plan: on the CPU, and under torch.compile as they are instead of traced."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps torch.compile out of a function.
+def planning(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps torch.compile and other default devices out of a function.
 
-    As `torch.compiler.disable`, which takes a second to import: that is spent only once
+    The first as `torch.compiler.disable`, which takes a second to import: that is spent only once
     torch.compile is in use.
 
-    >>> @never_compiled
+    >>> @planning
     ... def plan(n: int) -> list[int]:
     ...     return list(range(n))
     >>> plan(3)
@@ -27,12 +27,18 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """
     disabled: list[Callable[P, R]] = []
 
+    def on_cpu(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.get_default_device().type == "cpu":
+            return function(*args, **kwargs)
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
+            return on_cpu(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            disabled.append(torch.compiler.disable(on_cpu))
         return disabled[0](*args, **kwargs)
 
     return run

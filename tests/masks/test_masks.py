@@ -11,7 +11,7 @@ from flexcp import masks
 
 
 def dense(mask, size, *, batch=1, heads=1):
-    return create_mask(flexcp.Mask(mask).mask_mod, batch, heads, size, size, device="cpu")[:, :, :]
+    return create_mask(flexcp.Mask(mask).mask_mod, batch, heads, size, size, device="cpu")
 
 
 def by_definition(size, allowed):
@@ -105,6 +105,9 @@ def test_names_show_how_a_mask_is_made():
     ("make", "message"),
     [
         (lambda: masks.sliding_window(-1), "expected left to be an integer of at least 0, got -1"),
+        (lambda: masks.document("abc"), "document ids as .* got 'abc' of type str"),
+        (lambda: masks.document(lengths=5), "document lengths as a 1-D or 2-D tensor"),
+        (lambda: masks.prefix_lm([4, 5]), r"got \[4, 5\] of type list; .* a tensor \[B\]"),
         (lambda: masks.sliding_window(3, 1.5), "expected right to be an integer .* got 1.5"),
         (lambda: masks.chunked(0), "expected size to be an integer of at least 1, got 0"),
         (lambda: masks.prefix_lm(-2), "expected length to be an integer of at least 0, got -2"),

@@ -89,6 +89,40 @@ def counts_its_calls(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
+TOTALS = torch.zeros(64, dtype=torch.int64)
+
+
+def changes_what_it_has_read(b, h, q_idx, kv_idx):
+    seen = TOTALS[q_idx] <= 0
+    TOTALS.add_(1)
+    return seen & (q_idx >= kv_idx)
+
+
+def changes_a_view(b, h, q_idx, kv_idx):
+    part = TOTALS[:32]
+    part += 1
+    return q_idx >= kv_idx
+
+
+def changes_its_own_after_use(b, h, q_idx, kv_idx):
+    table = torch.zeros(64, dtype=torch.bool)
+    seen = table[q_idx]
+    table.fill_(True)
+    return seen | (q_idx < 0)
+
+
+def adds_an_index_to_its_own(b, h, q_idx, kv_idx):
+    count = torch.zeros((), dtype=torch.int64)
+    count += q_idx
+    return count >= kv_idx
+
+
+def assigns(b, h, q_idx, kv_idx):
+    table = torch.zeros(64, dtype=torch.bool)
+    table[kv_idx] = True
+    return table[q_idx]
+
+
 def draws(b, h, q_idx, kv_idx):
     return torch.rand(()) > 0.5
 
@@ -97,12 +131,23 @@ REFUSED = {
     branches: (r"control flow on an index .*test_trace.py:\d+: `if q_idx > 5:`", "torch.where"),
     changes_an_index: (r"in-place operation \(add_\) .*`distance \+= 1`", "x = x \\+ 1"),
     counts_its_calls: (r"in-place operation \(add_\) .*`CALLS.add_\(1\)`", "must not change"),
+    changes_what_it_has_read: (r"in-place operation \(add_\)", "must not change"),
+    changes_a_view: (r"in-place operation \(add_\)", "must not change"),
+    changes_its_own_after_use: (r"in-place operation \(fill_\)", "must not change"),
+    adds_an_index_to_its_own: (r"in-place operation \(add_\)", "must not change"),
+    assigns: (r"in-place operation \(assignment to an element\)", "must not change"),
     draws: (r"random number \(rand\) .*`return torch.rand", "draw it once outside"),
-    (lambda b, h, q, kv: (q > 2) and (kv > 2)): ("control flow on an index", "&"),
+    (lambda b, h, q, kv: (q > 2) and (kv > 2)): (r"by bool\(\), .*`.* and ", "torch.where, &"),
     (lambda b, h, q, kv: q >= max(kv, 3)): ("control flow on an index", "torch.minimum"),
     (lambda b, h, q, kv: torch.tensor(q.item() > 2)): ("control flow on an index", "torch.where"),
-    (lambda b, h, q, kv: torch.tensor(q.tolist()) > 2): ("its value was read by tolist", ""),
-    (lambda b, h, q, kv: torch.as_tensor(q.numpy()) > 2): ("its value was read by numpy", ""),
+    (lambda b, h, q, kv: torch.tensor(q.tolist()) > 2): (
+        "its value was read by tolist",
+        "torch.where",
+    ),
+    (lambda b, h, q, kv: torch.as_tensor(q.numpy()) > 2): (
+        "its value was read by numpy",
+        "torch.where",
+    ),
 }
 
 
@@ -131,6 +176,11 @@ def test_masks_that_are_wrong_are_explained(name):
     function, message = WRONG[name]
     with pytest.raises(flexcp.FlexCPError, match=f"(?s){message}"):
         flexcp.build_block_grid(function, 64, batch=2)
+
+
+def test_a_refused_mask_has_changed_nothing():
+    assert not TOTALS.any()
+    assert CALLS == 0
 
 
 def test_a_table_that_is_too_short_is_found_even_where_the_mask_is_decided_without_it():

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexcp.blocks.axis import Axis
-from flexcp.blocks.descent import count_pairs
+from flexcp.blocks.descent import MOST_PAIRS, count_pairs
 from flexcp.blocks.measured import MeasuredMask, Planes, measure_mask
 from flexcp.blocks.pick import in_parts, pick
 from flexcp.blocks.runs import BlockKind, Runs
 from flexcp.masks import Mask, trace_mask
 
-_PIECE = 16
-"""Tokens along each side of the pieces that a partial tile is cut into."""
+_SMALLEST = 16
+"""Tokens along each side of the pieces of which, at last, every pair is evaluated."""
+_PIECES = 8
+"""Pieces that a tile, or a piece, is cut into along each side."""
 _MOST_PIECES = 1 << 19
 """Pieces looked at together."""
-_MOST_PAIRS = 1 << 20
-"""Pairs evaluated together: few enough that intermediate results stay in the cache."""
 
 
 def partial_areas(mask: Mask, planes: Planes, runs: Sequence[Runs], q: Axis, kv: Axis) -> Tensor:
@@ -27,34 +28,55 @@ def partial_areas(mask: Mask, planes: Planes, runs: Sequence[Runs], q: Axis, kv:
     areas = torch.zeros(len(runs), len(q), dtype=torch.int64)
     if not any(bool((own.kind == BlockKind.PARTIAL).any()) for own in runs):
         return areas
-    pieces = q.subdivided(_PIECE)
-    fine = measure_mask(
-        trace_mask(mask.mask_mod), planes, pieces, pieces if kv is q else kv.subdivided(_PIECE)
-    )
-    per_tile = (len(fine.q) // len(q), len(fine.kv) // len(kv))
+    levels = _levels(mask, planes, q, kv)
     for plane, own in enumerate(runs):
-        for row, col in _partial_tiles(own, _MOST_PIECES // (per_tile[0] * per_tile[1])):
-            found = _areas(fine, torch.full_like(row, plane), row, col, per_tile)
+        for row, col in _partial_tiles(own, _MOST_PIECES // _PIECES**2):
+            found = _areas(levels, torch.full_like(row, plane), row, col)
             areas[plane].index_add_(0, row, found)
     return areas
 
 
-def _areas(
-    fine: MeasuredMask, plane: Tensor, row: Tensor, col: Tensor, per_tile: tuple[int, int]
-) -> Tensor:
-    """int64 [T] Allowed pairs of tiles, from the pieces that they consist of."""
-    high, wide = per_tile
-    # Tiles vary fastest, so that every operation runs over long contiguous stretches.
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """A mask looked at in pieces of the cells of the level above."""
+
+    mask: MeasuredMask
+    per_cell: tuple[int, int]
+    """Pieces of each cell, along both sides."""
+
+
+def _levels(mask: Mask, planes: Planes, q: Axis, kv: Axis) -> list[_Level]:
+    """Finer and finer pieces, down to those that are evaluated."""
+    graph = trace_mask(mask.mask_mod)
+    levels: list[_Level] = []
+    while True:
+        largest = max(int(axis.sizes.max()) for axis in (q, kv))
+        if levels and largest <= _SMALLEST:
+            return levels
+        size = max(_SMALLEST, -(-largest // _PIECES))
+        pieces = q.subdivided(size)
+        fine = (pieces, pieces if kv is q else kv.subdivided(size))
+        per_cell = (len(fine[0]) // len(q), len(fine[1]) // len(kv))
+        levels.append(_Level(measure_mask(graph, planes, *fine), per_cell))
+        q, kv = fine
+
+
+def _areas(levels: Sequence[_Level], plane: Tensor, row: Tensor, col: Tensor) -> Tensor:
+    """int64 [T] Allowed pairs of cells, from the pieces that they consist of."""
+    fine, (high, wide) = levels[0].mask, levels[0].per_cell
+    # Cells vary fastest, so that every operation runs over long contiguous stretches.
     i = row * high + torch.arange(high)[:, None, None]
     j = col * wide + torch.arange(wide)[None, :, None]
     shape = (high, wide, row.numel())
     surely, possibly = fine.bounds(plane, i, j)
     pairs = pick(fine.q.sizes, i) * pick(fine.kv.sizes, j)
     area = torch.where(surely, pairs, 0).expand(shape).flatten()
-    open_ = torch.nonzero((possibly & ~surely).expand(shape).flatten()).squeeze(1)
+    open_ = torch.nonzero((possibly & ~surely & (pairs > 0)).expand(shape).flatten()).squeeze(1)
     i, j, plane = (pick(x.expand(shape).reshape(-1), open_) for x in (i, j, plane))
-    for at in in_parts(torch.arange(open_.numel()), _MOST_PAIRS // (_PIECE * _PIECE)):
-        found = count_pairs(fine, pick(plane, at), pick(i, at), pick(j, at))[0]
+    together = MOST_PAIRS // _SMALLEST**2 if len(levels) == 1 else _MOST_PIECES // _PIECES**2
+    for at in in_parts(torch.arange(open_.numel()), together):
+        some = pick(plane, at), pick(i, at), pick(j, at)
+        found = count_pairs(fine, *some)[0] if len(levels) == 1 else _areas(levels[1:], *some)
         area.index_copy_(0, pick(open_, at), found)
     return area.view(shape).sum((0, 1))
 

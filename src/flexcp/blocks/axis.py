@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexcp.blocks.pick import pick
-from flexcp.masks.ranges import Range
+from flexcp.masks.lookup import as_bound, value_extremes
+from flexcp.masks.ranges import EXACT, Range
 
-_EXACT = 2.0**52
 _CHUNK = 1 << 14
 """Positions evaluated at a time: so few that torch stays on one thread, within its cache."""
 
@@ -68,9 +68,10 @@ class Axis:
     def pyramid_of(self, values: Tensor) -> Pyramid:
         """The pyramid of values [groups, S] that are given for every position."""
         extremes = [
-            extremes_of(values[:, self.positions(chunk) - self.first[0]]) for chunk in self.chunks()
+            value_extremes(values[:, self.positions(chunk) - self.first[0]])
+            for chunk in self.chunks()
         ]
-        return measure(extremes, truth=values.dtype == torch.bool)
+        return measure(extremes)
 
     def chunks(self) -> list[slice]:
         """The cells in pieces whose positions may be evaluated at once."""
@@ -86,8 +87,8 @@ class Pyramid:
     groups are what the value depends on besides the axis (batch elements, heads).
     """
 
-    def __init__(self, lo: Tensor, hi: Tensor) -> None:
-        self._levels = [Range(lo, hi, lo, hi)]
+    def __init__(self, cells: Range) -> None:
+        self._levels = [cells]
 
     def at(self, level: int) -> Range:
         """The ranges of groups of 2**level cells."""
@@ -101,6 +102,7 @@ class Pyramid:
                     _pairs(below.hi, torch.maximum),
                     _pairs(below.some_lo, torch.maximum),
                     _pairs(below.some_hi, torch.minimum),
+                    below.may_be_nan,
                 )
             )
         return self._levels[level]
@@ -116,33 +118,24 @@ class Pyramid:
         flat = node if found.lo.shape[0] == 1 else group * found.lo.shape[1] + node
         lo, hi = pick(found.lo.view(-1), flat), pick(found.hi.view(-1), flat)
         if not attained:
-            return Range.bounds(lo, hi)
+            return Range(lo, hi, hi, lo, found.may_be_nan)
         if found.some_lo is found.lo:  # single cells attain their extremes
-            return Range(lo, hi, lo, hi)
+            return Range(lo, hi, lo, hi, found.may_be_nan)
         some_lo, some_hi = (pick(x.view(-1), flat) for x in (found.some_lo, found.some_hi))
-        return Range(lo, hi, some_lo, some_hi)
+        return Range(lo, hi, some_lo, some_hi, found.may_be_nan)
 
 
-def extremes_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest along the last dimension."""
-    return values.amin(-1), values.amax(-1)
-
-
-def measure(values: list[tuple[Tensor, Tensor]], truth: bool) -> Pyramid:
+def measure(values: list[tuple[Tensor, Tensor]]) -> Pyramid:
     """A pyramid from the least and greatest values of consecutive cells, [groups, cells] each."""
-    lo = torch.cat([low for low, _ in values], dim=1)
-    hi = torch.cat([high for _, high in values], dim=1)
-    if truth:
-        return Pyramid(lo, hi)
-    lo, hi = lo.double(), hi.double()
-    known = (lo >= -_EXACT) & (hi <= _EXACT)  # also false for NaN
-    if not bool(known.all()):
-        lo, hi = torch.where(known, lo, -torch.inf), torch.where(known, hi, torch.inf)
-        pyramid = Pyramid(lo, hi)
-        unknown = Range(lo, hi, torch.where(known, lo, hi), torch.where(known, hi, lo))
-        pyramid._levels[0] = unknown
-        return pyramid
-    return Pyramid(lo, hi)
+    lo, hi = (torch.cat([pair[n] for pair in values], dim=1) for n in (0, 1))
+    is_integer = not (lo.is_floating_point() or lo.dtype == torch.bool)
+    lo, hi = as_bound(lo), as_bound(hi)
+    unknown = (lo < -EXACT) | (hi > EXACT) if is_integer else lo.isnan()
+    if lo.dtype == torch.bool or not bool(unknown.any()):
+        return Pyramid(Range(lo, hi, lo, hi))
+    lo, hi = torch.where(unknown, -torch.inf, lo), torch.where(unknown, torch.inf, hi)
+    some_lo, some_hi = torch.where(unknown, hi, lo), torch.where(unknown, lo, hi)
+    return Pyramid(Range(lo, hi, some_lo, some_hi, may_be_nan=not is_integer))
 
 
 def _pairs(x: Tensor, op: object) -> Tensor:

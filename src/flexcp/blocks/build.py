@@ -6,12 +6,13 @@ from flexcp.blocks.axis import Axis
 from flexcp.blocks.descent import Descent
 from flexcp.blocks.grid import BlockGrid
 from flexcp.blocks.measured import Planes, measure_mask
-from flexcp.eager import never_compiled
+from flexcp.eager import planning
 from flexcp.errors import FlexCPError
 from flexcp.masks import Mask, MaskMod, as_mask, trace_mask
+from flexcp.whole import whole_number
 
 
-@never_compiled
+@planning
 def build_block_grid(
     mask: Mask | MaskMod,
     q_len: int,
@@ -54,23 +55,16 @@ def build_block_grid(
 
 
 def _require_positive(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise FlexCPError(
-            f"{name} to be an integer of at least 1",
-            repr(value),
-            "leave out empty sequences" if name.endswith("len") else f"pass {name}=1 or more",
-        )
-    return value
+    fix = "leave out empty sequences" if name.endswith("len") else f"pass {name}=1 or more"
+    return whole_number(name, value, at_least=1, fix=fix)
 
 
 def _require_block_size(block_size: object) -> tuple[int, int]:
     pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(pair) != 2 or not all(
-        isinstance(x, int) and not isinstance(x, bool) and x >= 1 for x in pair
-    ):
+    fix = "pass block_size=128 or block_size=(128, 64)"
+    if len(pair) != 2:
         raise FlexCPError(
-            "block_size to be an integer of at least 1, or a pair of them (queries, keys)",
-            repr(block_size),
-            "pass block_size=128 or block_size=(128, 64)",
+            "block_size as an integer or a pair of integers (queries, keys)", repr(block_size), fix
         )
-    return pair[0], pair[1]
+    q, kv = (whole_number("block_size", x, at_least=1, fix=fix) for x in pair)
+    return q, kv

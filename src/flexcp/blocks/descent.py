@@ -20,7 +20,7 @@ _MOST_RECTANGLES = 1 << 16
 """Rectangles looked at together; more are taken in turns, which bounds the memory."""
 _FIRST_RECTANGLES = 1 << 10
 """Rectangles that the search begins with, at most."""
-_MOST_PAIRS = 1 << 20
+MOST_PAIRS = 1 << 20
 """Pairs evaluated together: few enough that intermediate results stay in the cache."""
 _SAMPLES = (2, 8)
 """Queries, and keys, that an open block is probed at: its corners, then more."""
@@ -141,7 +141,7 @@ class Descent:
         self.effort.probed += len(blocks)
         unsure = torch.arange(len(blocks))
         for samples in _SAMPLES:
-            for at in in_parts(unsure, _MOST_PAIRS // samples**2):
+            for at in in_parts(unsure, MOST_PAIRS // samples**2):
                 kind.index_copy_(0, at, self._kinds_of_samples(blocks.pick(at), samples))
             unsure = torch.nonzero(kind != BlockKind.PARTIAL).squeeze(1)
         self.effort.evaluated += unsure.numel()
@@ -167,17 +167,37 @@ class Descent:
     def _blocks_at_once(self) -> int:
         """How many blocks may be evaluated in full together."""
         pairs = int(self.mask.q.sizes.max()) * int(self.mask.kv.sizes.max())
-        return max(1, _MOST_PAIRS // pairs)
+        return max(1, MOST_PAIRS // pairs)
 
 
 def count_pairs(mask: MeasuredMask, plane: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """int64 Allowed pairs, and all pairs, of some cells of a mask."""
     height, width = pick(mask.q.sizes, i), pick(mask.kv.sizes, j)
     # Cells vary fastest: the innermost loops of the evaluation are then long and contiguous.
-    rows = torch.arange(int(height.max()))[:, None, None]
-    cols = torch.arange(int(width.max()))[None, :, None]
+    every_row = torch.arange(int(height.max()))[:, None, None]
+    every_col = torch.arange(int(width.max()))[None, :, None]
+    wide = max(1, MOST_PAIRS // i.numel())
+    high = max(1, wide // every_col.numel())
+    counted = torch.zeros_like(height)
+    for rows in every_row.split(high):
+        for cols in every_col.split(wide, dim=1):
+            counted += _count(mask, plane, i, j, rows, cols, height, width)
+    return counted, height * width
+
+
+def _count(
+    mask: MeasuredMask,
+    plane: Tensor,
+    i: Tensor,
+    j: Tensor,
+    rows: Tensor,
+    cols: Tensor,
+    height: Tensor,
+    width: Tensor,
+) -> Tensor:
+    """int32 Allowed pairs of cells, within some of their rows and columns."""
     q, kv = pick(mask.q.first, i) + rows, pick(mask.kv.first, j) + cols
-    ragged = bool((height < rows.numel()).any() | (width < cols.numel()).any())
+    ragged = bool((height <= rows[-1]).any() | (width <= cols[:, -1]).any())
     if ragged:
         q = torch.minimum(q, pick(mask.q.last, i))
         kv = torch.minimum(kv, pick(mask.kv.last, j))
@@ -185,5 +205,4 @@ def count_pairs(mask: MeasuredMask, plane: Tensor, i: Tensor, j: Tensor) -> tupl
     if ragged:
         allowed = allowed & (rows < height) & (cols < width)
     # Adding up bytes in int32 is nine times as fast as adding up bools.
-    counted = allowed.flatten(0, 1).view(torch.uint8).sum(0, dtype=torch.int32)
-    return counted.long(), height * width
+    return allowed.flatten(0, 1).view(torch.uint8).sum(0, dtype=torch.int32)

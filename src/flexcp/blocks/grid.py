@@ -15,6 +15,7 @@ from flexcp.blocks.descent import Effort
 from flexcp.blocks.measured import Planes
 from flexcp.blocks.picture import as_text, coverage
 from flexcp.blocks.runs import BlockKind, Runs
+from flexcp.eager import planning
 from flexcp.errors import FlexCPError
 from flexcp.masks import Mask
 from flexcp.tokens import new_token
@@ -111,12 +112,14 @@ class BlockGrid:
             _require_inside(name, value, size)
         return self.runs[int(self.planes.of[b, h])]
 
+    @planning
     def kind(self, b: int, h: int, i: int, j: int) -> BlockKind:
         """The kind of tile row i, column j."""
         for name, value, size in zip("ij", (i, j), self.shape, strict=True):
             _require_inside(name, value, size)
         return BlockKind(int(self.plane(b, h).kinds_at(torch.tensor(i), torch.tensor(j))))
 
+    @planning
     def counts(self) -> dict[str, int]:
         """How many tiles of each kind there are, over all batch elements and heads."""
         copies = self._copies()
@@ -134,16 +137,19 @@ class BlockGrid:
     def _copies(self) -> list[int]:
         return torch.bincount(self.planes.of.reshape(-1), minlength=len(self.runs)).tolist()
 
+    @planning
     def area(self) -> int:
         """The exact number of allowed (query, key) pairs, over all batch elements and heads."""
         return sum(
             n * int(areas.sum()) for n, areas in zip(self._copies(), self._plane_areas, strict=True)
         )
 
+    @planning
     def row_areas(self) -> Tensor:
         """int64 [batch, heads, rows] Allowed pairs of every row of tiles, exactly."""
         return self._plane_areas[self.planes.of]
 
+    @planning
     def column_areas(self) -> Tensor:
         """int64 [batch, heads, cols] Allowed pairs of every column of tiles, exactly."""
         return self.transposed().row_areas()
@@ -172,10 +178,12 @@ class BlockGrid:
             self.q_start,
         )
 
+    @planning
     def transposed(self) -> BlockGrid:
         """The grid by columns: which rows use a column's keys, as the backward pass asks."""
         return self._transposed
 
+    @planning
     def window(self, rows: range | None = None, cols: range | None = None) -> BlockGrid:
         """The part within a range of tile rows and columns, without looking at the mask again.
 
@@ -200,6 +208,7 @@ class BlockGrid:
             self.kv_start + kv_first,
         )
 
+    @planning
     def to_dense(self) -> Tensor:
         """int8 [batch, heads, rows, cols] The kind of every tile; for small grids."""
         return torch.stack([runs.to_dense() for runs in self.runs])[self.planes.of]
@@ -244,6 +253,7 @@ class BlockGrid:
             self.kv_start,
         )
 
+    @planning
     def __repr__(self) -> str:
         counts = self.counts()
         first = f"BlockGrid({self.q_len} x {self.kv_len} tokens, "
@@ -254,9 +264,11 @@ class BlockGrid:
 
 
 def _require_inside(name: str, value: int, size: int) -> None:
-    if not 0 <= value < size:
+    if not isinstance(value, int) or not 0 <= value < size:
         raise FlexCPError(
-            f"{name} between 0 and {size - 1}", str(value), "see grid.shape, grid.batch, grid.heads"
+            f"{name} between 0 and {size - 1}",
+            repr(value),
+            "see grid.shape, grid.batch, grid.heads",
         )
 
 

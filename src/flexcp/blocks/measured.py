@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexcp.blocks.axis import Axis, Pyramid, extremes_of, measure
+from flexcp.blocks.axis import Axis, Pyramid, measure
 from flexcp.blocks.pick import pick
 from flexcp.blocks.relabel import renumbered, unsorted_equalities
 from flexcp.errors import FlexCPError
 from flexcp.masks.graph import MaskGraph
 from flexcp.masks.intervals import Analysis, analyse
-from flexcp.masks.ranges import Range
+from flexcp.masks.lookup import as_bound, value_extremes
+from flexcp.masks.ranges import EXACT, Range, rising_alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +54,8 @@ class MeasuredMask:
     kv: Axis
     pyramids: dict[int, Pyramid] = field(repr=False)
     """Of each leaf that varies along an axis."""
-    constants: dict[int, Tensor] = field(repr=False)
-    """[P] or [] Values of each leaf that does not."""
+    constants: dict[int, Tensor | None] = field(repr=False)
+    """[P] or [] Values of each leaf that does not; None for one that a Range can't hold exactly."""
     groups: dict[int, Tensor] = field(repr=False)
     """int64 [P] Row of a leaf's pyramid that belongs to each plane."""
 
@@ -63,9 +64,7 @@ class MeasuredMask:
         found = self.analysis.output_range(self._leaf_ranges(level, plane, i, j))
         if found.lo.shape == i.shape:
             return found
-        return Range(
-            *(x.expand(i.shape) for x in (found.lo, found.hi, found.some_lo, found.some_hi))
-        )
+        return rising_alone(lambda x: x.expand(i.shape), found)
 
     def bounds(self, plane: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         """Bool [T] Whether the mask surely holds, and whether it may hold somewhere, on cells."""
@@ -81,7 +80,10 @@ class MeasuredMask:
             axis = self.analysis.axis_of(leaf)
             if axis is None:
                 value = self.constants[leaf]
-                measured[leaf] = Range.exactly(pick(value, plane) if value.dim() else value)
+                if value is None:
+                    measured[leaf] = Range.anything(self.graph.nodes[leaf].dtype)
+                else:
+                    measured[leaf] = Range.exactly(pick(value, plane) if value.dim() else value)
             else:
                 group = pick(self.groups[leaf], plane) if len(self.planes) > 1 else plane
                 node = i if axis == "q" else j
@@ -99,7 +101,7 @@ def measure_mask(graph: MaskGraph, planes: Planes, q: Axis, kv: Axis) -> Measure
     """Evaluates the mask's one-axis values along both axes."""
     analysis = analyse(graph)
     pyramids: dict[int, Pyramid] = {}
-    constants: dict[int, Tensor] = {}
+    constants: dict[int, Tensor | None] = {}
     groups: dict[int, Tensor] = {}
     same: dict[tuple[int, Hashable], Pyramid] = {}  # doc[q] and doc[kv] are measured once
     for leaf in analysis.leaves:
@@ -159,7 +161,7 @@ def _groups(graph: MaskGraph, leaf: int, planes: Planes) -> tuple[Tensor, Tensor
     return pairs[0], pairs[1], group
 
 
-def _constant(graph: MaskGraph, leaf: int, planes: Planes) -> Tensor:
+def _constant(graph: MaskGraph, leaf: int, planes: Planes) -> Tensor | None:
     zero = torch.zeros((), dtype=torch.int64)
     if graph.nodes[leaf].reads:
         found = run_mask(
@@ -169,11 +171,16 @@ def _constant(graph: MaskGraph, leaf: int, planes: Planes) -> Tensor:
         found = run_mask(lambda: graph.evaluate_nodes((leaf,), zero, zero, zero, zero)[0]).reshape(
             ()
         )
-    return found if found.dtype == torch.bool else found.double()
+    value = as_bound(value_extremes(found[..., None])[0])
+    if value.dtype == torch.bool:
+        return value
+    limit = torch.inf if found.is_floating_point() else EXACT
+    return value if bool((value.abs() <= limit).all()) else None  # also None for NaN
 
 
 def _of_positions(cells: Axis) -> Pyramid:
-    return Pyramid(cells.first.double()[None], cells.last.double()[None])
+    lo, hi = cells.first.double()[None], cells.last.double()[None]
+    return Pyramid(Range(lo, hi, lo, hi))
 
 
 def _of_table(graph: MaskGraph, leaf: int, axis: str, cells: Axis, b: Tensor, h: Tensor) -> Pyramid:
@@ -188,5 +195,5 @@ def _of_table(graph: MaskGraph, leaf: int, axis: str, cells: Axis, b: Tensor, h:
             return graph.evaluate_nodes((leaf,), b, h, q, kv)[0]
 
         values = run_mask(table).expand(b.shape[0], *positions.shape)
-        extremes.append(extremes_of(values))
-    return measure(extremes, truth=graph.nodes[leaf].dtype == torch.bool)
+        extremes.append(value_extremes(values))
+    return measure(extremes)

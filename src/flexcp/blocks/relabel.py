@@ -30,6 +30,8 @@ class Equality:
     """The operand that reads q."""
     kv_side: int
     """The operand that reads kv."""
+    only_where: tuple[int, ...] = ()
+    """Conditions on one axis without which the comparison does not matter."""
 
 
 def unsorted_equalities(analysis: Analysis, pyramids: dict[int, Pyramid]) -> list[Equality]:
@@ -54,45 +56,110 @@ def _equality(analysis: Analysis, step: int) -> Equality | None:
         sides[analysis.axis_of(arg.node)] = arg.node
     if set(sides) != {"q", "kv"} or any(graph.nodes[i].op is None for i in sides.values()):
         return None
-    return Equality(step, sides["q"], sides["kv"])
+    return Equality(step, sides["q"], sides["kv"], _conditions(analysis, step))
+
+
+def _conditions(analysis: Analysis, step: int) -> tuple[int, ...]:
+    """One-axis conditions that stand beside a comparison, in `comparison & condition & ...`."""
+    graph = analysis.graph
+    users: dict[int, list[int]] = {}
+    for index in graph.needed((graph.output,)):
+        for operand in graph.nodes[index].operands:
+            users.setdefault(operand, []).append(index)
+    found: list[int] = []
+    while users.get(step) and len(users[step]) == 1 and _is_and(graph, users[step][0]):
+        parent = users[step][0]
+        pending = [i for i in graph.nodes[parent].operands if i != step]
+        while pending:
+            index = pending.pop()
+            if _is_and(graph, index):
+                pending.extend(graph.nodes[index].operands)
+            elif len(graph.nodes[index].reads & {"q", "kv"}) == 1:
+                found.append(index)
+        step = parent
+    return tuple(found)
+
+
+def _is_and(graph: MaskGraph, index: int) -> bool:
+    node = graph.nodes[index]
+    both_truth = node.dtype == torch.bool and len(node.operands) == 2
+    return both_truth and node.name in ("bitwise_and", "logical_and")
 
 
 def renumbered(
     graph: MaskGraph, equality: Equality, q: Axis, kv: Axis, b: Tensor, h: Tensor
 ) -> tuple[Pyramid, Pyramid] | None:
     """Ranges of both sides after numbering by first appearance; None if it would not help."""
-    zero = torch.zeros((), dtype=torch.int64)
     b, h = b[:, None], h[:, None]
-    on_q, on_kv = q.every_position(), kv.every_position()
-    sides = (
-        graph.evaluate_nodes((equality.q_side,), b, h, on_q, zero)[0],
-        graph.evaluate_nodes((equality.kv_side,), b, h, zero, on_kv)[0],
-    )
-    groups = b.shape[0]
-    values = [
-        side.expand(groups, on.numel()).long()
-        for side, on in zip(sides, (on_q, on_kv), strict=True)
-    ]
-    numbered: list[tuple[Tensor, Tensor]] = []
-    for own_q, own_kv in zip(*values, strict=True):
-        numbers = _by_first_appearance(torch.cat([own_kv, own_q]))
+    zero = torch.zeros((), dtype=torch.int64)
+    sides = []
+    for axis, side in (("q", equality.q_side), ("kv", equality.kv_side)):
+        positions = (q if axis == "q" else kv).every_position()
+        at = (positions, zero) if axis == "q" else (zero, positions)
+        conditions = [c for c in equality.only_where if axis in graph.nodes[c].reads]
+        values, *allowed = graph.evaluate_nodes((side, *conditions), b, h, *at)
+        shape = (b.shape[0], positions.numel())
+        matters = torch.ones(shape, dtype=torch.bool)
+        for condition in allowed:
+            matters &= condition.bool()
+        sides.append((values.expand(shape).long(), matters))
+    numbered = []
+    for group in range(b.shape[0]):
+        numbers = _numbers(*((values[group], matters[group]) for values, matters in sides))
         if numbers is None:
             return None
-        numbered.append((numbers[own_kv.numel() :], numbers[: own_kv.numel()]))
+        numbered.append(numbers)
     q_numbers, kv_numbers = (torch.stack([pair[side] for pair in numbered]) for side in (0, 1))
     return q.pyramid_of(q_numbers), kv.pyramid_of(kv_numbers)
 
 
-def _by_first_appearance(values: Tensor) -> Tensor | None:
-    """int64 [N] 0 for the first value and all that equal it, 1 for the next new one, and so on."""
-    true = torch.ones(1, dtype=torch.bool)
-    heads = torch.nonzero(torch.cat([true, values[1:] != values[:-1]])).squeeze(1)
-    if heads.numel() * _FEWEST_REPEATS > values.numel():
+def _numbers(
+    q_side: tuple[Tensor, Tensor], kv_side: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """float64 Numbers that are equal where ids are that matter, in the order of appearance.
+
+    An id that can't meet its like on the other axis gets a fraction beside the last number that
+    could: it equals nothing, and does not stretch the range of its neighbours.
+    """
+    stretches = [_stretches(values, matters) for values, matters in (q_side, kv_side)]
+    tokens = q_side[0].numel() + kv_side[0].numel()
+    if sum(ids.numel() for ids, _, _ in stretches) * _FEWEST_REPEATS > tokens:
         return None
-    different, which = torch.unique(values[heads], return_inverse=True)
-    first = torch.full((different.numel(),), heads.numel())
-    first.scatter_reduce_(0, which, torch.arange(heads.numel()), "amin")
-    number = torch.empty_like(first)
-    number[first.argsort()] = torch.arange(first.numel())
+    found = [torch.unique(ids[matters]) for ids, matters, _ in stretches]
+    shared = found[0][torch.isin(found[0], found[1])]
+    if shared.numel() == 0:
+        return None
+    order = torch.full((shared.numel(),), tokens)
+    places = []
+    for ids, matters, lengths in (stretches[1], stretches[0]):
+        place = torch.searchsorted(shared, ids).clamp(max=shared.numel() - 1)
+        meets = matters & (shared[place] == ids)
+        places.append((place, meets))
+        at = torch.nonzero(meets).squeeze(1)
+        first = lengths.cumsum(0) - lengths
+        order.scatter_reduce_(0, place[at], first[at], "amin")
+    number = torch.empty(shared.numel(), dtype=torch.float64)
+    number[order.argsort(stable=True)] = torch.arange(shared.numel()).double()
+    kv_numbers, q_numbers = (
+        _filled(number, place, meets, fraction)
+        for (place, meets), fraction in zip(places, (0.75, 0.25), strict=True)
+    )
+    return (
+        q_numbers.repeat_interleave(stretches[0][2]),
+        kv_numbers.repeat_interleave(stretches[1][2]),
+    )
+
+
+def _stretches(values: Tensor, matters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The id, whether it matters, and the length of each stretch of equal tokens."""
+    change = (values[1:] != values[:-1]) | (matters[1:] != matters[:-1])
+    heads = torch.nonzero(torch.cat([torch.ones(1, dtype=torch.bool), change])).squeeze(1)
     lengths = torch.diff(heads, append=torch.tensor([values.numel()]))
-    return number[which].repeat_interleave(lengths)
+    return values[heads], matters[heads], lengths
+
+
+def _filled(number: Tensor, place: Tensor, meets: Tensor, fraction: float) -> Tensor:
+    """Each stretch's number, or that of the last stretch that has one and a fraction."""
+    last = torch.where(meets, torch.arange(meets.numel()), -1).cummax(0).values
+    inherited = torch.where(last >= 0, number[place[last.clamp(min=0)]], -1.0)
+    return torch.where(meets, number[place], inherited + fraction)

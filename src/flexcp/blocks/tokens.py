@@ -122,9 +122,11 @@ def unlinked_neighbours(grid: BlockGrid) -> Tensor:
     """
     graph = trace_mask(grid.mask.mask_mod)
     later = torch.arange(1, min(grid.q_len, grid.kv_len))
-    linked = torch.zeros(later.numel(), dtype=torch.bool)
     for b, h in zip(grid.planes.b, grid.planes.h, strict=True):
-        for at in in_parts(torch.arange(later.numel()), _MOST_PAIRS):
-            q, kv = later[at] + grid.q_start, later[at] + grid.kv_start
-            linked[at] |= graph.evaluate(b, h, q, kv - 1) | graph.evaluate(b, h, q - 1, kv)
-    return later[~linked]
+        strangers = [later[:0]]
+        for t in in_parts(later, _MOST_PAIRS):
+            q, kv = t + grid.q_start, t + grid.kv_start
+            linked = graph.evaluate(b, h, q, kv - 1) | graph.evaluate(b, h, q - 1, kv)
+            strangers.append(t[~linked.expand(t.shape)])
+        later = torch.cat(strangers)
+    return later

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexcp.blocks.grid import BlockGrid
 from flexcp.blocks.measured import Planes
 from flexcp.blocks.runs import BlockKind, Runs
-from flexcp.eager import never_compiled
+from flexcp.eager import planning
 from flexcp.errors import FlexCPError
 from flexcp.masks import Mask
 
@@ -17,7 +17,7 @@ _MOST_TILES = 1 << 24
 """Tiles ordered at a time."""
 
 
-@never_compiled
+@planning
 def to_block_mask(
     grid: BlockGrid, *, device: torch.device | str = "cpu", separate_full_blocks: bool = True
 ) -> BlockMask:
@@ -46,7 +46,7 @@ def to_block_mask(
     )
 
 
-@never_compiled
+@planning
 def from_block_mask(block_mask: BlockMask) -> BlockGrid:
     """The grid of a BlockMask's lists, which count also where its mask_mod would allow more."""
     if not isinstance(block_mask, BlockMask):

@@ -19,13 +19,13 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexcp.blocks import build_block_grid
-from flexcp.eager import never_compiled
+from flexcp.eager import planning
 from flexcp.masks import Mask, MaskMod
 
 __all__ = ["BlockMask", "and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
 
-@never_compiled
+@planning
 def create_block_mask(
     mask_mod: Mask | MaskMod,
     B: int | None,
@@ -71,7 +71,12 @@ def create_block_mask(
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     grid = build_block_grid(
-        mask_mod, Q_LEN, KV_LEN, block_size=BLOCK_SIZE, batch=B or 1, heads=H or 1
+        mask_mod,
+        Q_LEN,
+        KV_LEN,
+        block_size=BLOCK_SIZE,
+        batch=1 if B is None else B,
+        heads=1 if H is None else H,
     )
     block_mask = grid.to_block_mask(
         device=torch.device(device), separate_full_blocks=separate_full_blocks

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.masks.mask import Mask
+from flexcp.whole import whole_number
 
 
 def full() -> Mask:
@@ -43,8 +44,8 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     >>> sliding_window(1024)
     Mask(sliding_window(1024, 0))
     """
-    _require_count("left", left, minimum=0)
-    _require_count("right", right, minimum=0)
+    left = _require_count("left", left, minimum=0)
+    right = _require_count("right", right, minimum=0)
 
     def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
@@ -67,12 +68,17 @@ def prefix_lm(length: int | Tensor) -> Mask:
             return (q_idx >= kv_idx) | (kv_idx < lengths[b])
 
         return Mask(per_element, f"prefix_lm([{length.numel()} lengths])")
-    _require_count("length", length, minimum=0)
+    count = whole_number(
+        "length",
+        length,
+        at_least=0,
+        fix="pass a number of tokens, or a tensor [B] with one for each batch element",
+    )
 
     def same_for_all(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) | (kv_idx < length)
+        return (q_idx >= kv_idx) | (kv_idx < count)
 
-    return Mask(same_for_all, f"prefix_lm({length})")
+    return Mask(same_for_all, f"prefix_lm({count})")
 
 
 def document(
@@ -121,7 +127,7 @@ def chunked(size: int) -> Mask:
     >>> chunked(8192) & causal()
     Mask(chunked(8192) & causal)
     """
-    _require_count("size", size, minimum=1)
+    size = _require_count("size", size, minimum=1)
 
     def same_chunk(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx // size == kv_idx // size
@@ -135,7 +141,7 @@ def block_causal(size: int) -> Mask:
     >>> block_causal(256)
     Mask(block_causal(256))
     """
-    _require_count("size", size, minimum=1)
+    size = _require_count("size", size, minimum=1)
 
     def no_later_chunk(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx // size >= kv_idx // size
@@ -149,7 +155,7 @@ def global_tokens(count: int) -> Mask:
     >>> global_tokens(4) | sliding_window(512, 512)
     Mask(global_tokens(4) | sliding_window(512, 512))
     """
-    _require_count("count", count, minimum=0)
+    count = _require_count("count", count, minimum=0)
 
     def touches_global(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx < count) | (kv_idx < count)
@@ -163,7 +169,7 @@ def shared_prefix(prefix: int, lengths: Sequence[int]) -> Mask:
     >>> shared_prefix(1000, [200, 300, 250])
     Mask(shared_prefix(1000, [3 branches]))
     """
-    _require_count("prefix", prefix, minimum=0)
+    prefix = _require_count("prefix", prefix, minimum=0)
     branch = ids_from_lengths([prefix, *lengths])
 
     def own_branch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -181,8 +187,8 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
     tensor([[0, 0, 1],
             [0, 1, 1]])
     """
-    if not isinstance(lengths, Tensor) and lengths and isinstance(lengths[0], Sequence):
-        rows = [ids_from_lengths(row) for row in lengths]  # type: ignore[arg-type]
+    if isinstance(lengths, (list, tuple)) and lengths and isinstance(lengths[0], (list, tuple)):
+        rows = [ids_from_lengths(row) for row in lengths]
         sizes = {row.numel() for row in rows}
         if len(sizes) > 1:
             raise FlexCPError(
@@ -191,8 +197,9 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
                 "add the padding as a last document",
             )
         return torch.stack(rows)
-    given = lengths if len(lengths) else torch.zeros(0, dtype=torch.int64)
-    counts = _require_integers("document lengths", torch.as_tensor(given), dims=(1, 2))
+    if isinstance(lengths, (list, tuple)) and not lengths:
+        lengths = torch.zeros(0, dtype=torch.int64)
+    counts = _require_integers("document lengths", lengths, dims=(1, 2))
     if counts.dim() == 2:
         return ids_from_lengths([row.tolist() for row in counts])
     if counts.numel() == 0 or int(counts.min()) < 0:
@@ -204,26 +211,26 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
     return torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
 
 
-def _require_count(name: str, value: object, *, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+def _require_count(name: str, value: object, *, minimum: int) -> int:
+    return whole_number(name, value, at_least=minimum, fix=f"pass {name} as a number of tokens")
+
+
+def _require_integers(what: str, given: object, *, dims: tuple[int, ...]) -> Tensor:
+    shapes = " or ".join(f"{d}-D" for d in dims)
+    fix = "pass one integer per token, [S] or [B, S]" if "ids" in what else "pass integers"
+    try:
+        tensor = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
         raise FlexCPError(
-            f"{name} to be an integer of at least {minimum}",
-            f"{value!r}",
-            f"pass {name} as a number of tokens",
-        )
-
-
-def _require_integers(what: str, tensor: object, *, dims: tuple[int, ...]) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        tensor = torch.as_tensor(tensor)
+            f"{what} as a {shapes} tensor of integers",
+            f"{given!r} of type {type(given).__name__}",
+            fix,
+        ) from None
     integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not integral or tensor.dim() not in dims:
-        shapes = " or ".join(f"{d}-D" for d in dims)
         raise FlexCPError(
             f"{what} as a {shapes} tensor of integers",
             f"{tensor.dtype} of shape {tuple(tensor.shape)}",
-            "pass one integer per token, [S] or [B, S]"
-            if "ids" in what
-            else "pass a 1-D tensor of integers",
+            fix,
         )
     return tensor

@@ -16,7 +16,7 @@ INPUTS = ("b", "h", "q", "kv")
 # Operations without the `pointwise` tag that nevertheless act on each element alone.
 _ALSO_POINTWISE = frozenset(
     {
-        "_to_copy", "alias", "clone", "detach", "empty_like", "full_like", "lift_fresh",
+        "_to_copy", "alias", "clone", "detach", "floor_divide", "full_like", "lift_fresh",
         "lift_fresh_copy", "new_full", "new_ones", "new_zeros", "ones_like", "scalar_tensor",
         "zeros_like",
     }
@@ -110,23 +110,26 @@ class MaskGraph:
         self, wanted: tuple[int, ...], b: Tensor, h: Tensor, q: Tensor, kv: Tensor
     ) -> tuple[Tensor, ...]:
         """Like `evaluate`, for any nodes of the graph."""
-        if self.is_pointwise:
-            return self._run(wanted, (b, h, q, kv))
-        return self._run_each_alone(wanted, (b, h, q, kv))
+        inputs = (b, h, q, kv)
+        if not self.is_pointwise:
+            return self._run_each_alone(wanted, inputs)
+        found = self._run(wanted, tuple(_with_dimension(x) for x in inputs))
+        if all(x.dim() == 0 for x in inputs):
+            return tuple(x.reshape(()) for x in found)
+        return found
 
     def _run(self, wanted: tuple[int, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         values: dict[int, Tensor] = dict(enumerate(inputs))
         for index in self.needed(wanted):
             node = self.nodes[index]
             if node.value is not None:
-                # Two tensors without dimensions promote as equals, but an index tensor with
-                # dimensions would outrank a captured one without: give it one.
-                lonely = self.is_pointwise and node.value.dim() == 0
-                values[index] = node.value.unsqueeze(0) if lonely else node.value
+                values[index] = node.value
             elif node.op is not None:
                 args = _substitute(node.args, values)
                 kwargs = {k: _substitute(v, values) for k, v in node.kwargs.items()}
                 values[index] = _lookup(*args) if node.name == "index" else node.op(*args, **kwargs)
+            if self.is_pointwise:
+                values[index] = _with_dimension(values[index])
         return tuple(values[index] for index in wanted)
 
     def _run_each_alone(
@@ -135,31 +138,30 @@ class MaskGraph:
         """Maps over every dimension, leaving each step the scalars that it was written for."""
         rank = max(x.dim() for x in inputs)
         inputs = tuple(x.reshape((1,) * (rank - x.dim()) + tuple(x.shape)) for x in inputs)
-        used = self.reads_of(wanted)
+        used = [name in self.reads_of(wanted) for name in INPUTS]
 
-        def run(*some: Tensor) -> tuple[Tensor, ...]:
+        def mapped(*some: Tensor) -> tuple[Tensor, ...]:
             return self._run(wanted, some)
 
-        mapped = run
         shape = []
-        scalars = list(inputs)
         for dim in reversed(range(rank)):
-            in_dims = tuple(
-                0 if x.shape[dim] > 1 and name in used else None
-                for x, name in zip(inputs, INPUTS, strict=True)
-            )
-            sizes = [x.shape[dim] for x, d in zip(inputs, in_dims, strict=True) if d == 0]
+            varies = [use and x.shape[dim] > 1 for x, use in zip(inputs, used, strict=True)]
+            sizes = [x.shape[dim] for x, v in zip(inputs, varies, strict=True) if v]
             shape.append(sizes[0] if sizes else 1)
             if sizes:
-                mapped = torch.vmap(mapped, in_dims=in_dims)
-        for position, x in enumerate(inputs):
-            keep = [
-                slice(None) if x.shape[dim] > 1 and INPUTS[position] in used else 0
-                for dim in range(rank)
-            ]
-            scalars[position] = x[tuple(keep)]
-        results = mapped(*scalars)
-        return tuple(r.reshape(shape[::-1]) for r in results)
+                mapped = torch.vmap(mapped, in_dims=tuple(0 if v else None for v in varies))
+        scalars = []
+        for position, (x, use) in enumerate(zip(inputs, used, strict=True)):
+            kept = [slice(None) if use and x.shape[dim] > 1 else 0 for dim in range(rank)]
+            alone = x[tuple(kept)]
+            if use and alone.dim() == 0:
+                # An index that is not mapped would be promoted as a mere number.
+                alone = alone[None]
+                mapped = torch.vmap(
+                    mapped, in_dims=tuple(0 if n == position else None for n in range(len(INPUTS)))
+                )
+            scalars.append(alone)
+        return tuple(found.reshape(shape[::-1]) for found in mapped(*scalars))
 
     def needed(self, wanted: Iterable[int]) -> list[int]:
         """The nodes that these depend on, themselves included, in execution order."""
@@ -201,6 +203,11 @@ def _refs(value: Any) -> Iterable[int]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _refs(item)
+
+
+def _with_dimension(x: Tensor) -> Tensor:
+    """Where some tensors have dimensions, all must: in promotion they outrank those without."""
+    return x.unsqueeze(0) if x.dim() == 0 else x
 
 
 def _lookup(table: Tensor, indices: list[Tensor | None]) -> Tensor:

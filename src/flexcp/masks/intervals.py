@@ -10,16 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from flexcp.masks import ranges
 from flexcp.masks.graph import MaskGraph, Node
 from flexcp.masks.lookup import LookupTable
 from flexcp.masks.ranges import Range
-from flexcp.masks.rules import RULES, SHARP_ALONE, Step
-
-# Integers up to this magnitude are exact in float64, with room for one more operation.
-_EXACT = 2.0**52
+from flexcp.masks.rules import CHOOSES, RULES, SHARP_ALONE, Step, fits, with_nan
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +64,7 @@ class Analysis:
 
     def _infer(self, node: Node, known: Mapping[int, Range], index: int) -> Range:
         if index in self.unknown:
-            return Range.anything(truth=node.dtype == torch.bool)
+            return Range.anything(node.dtype)
         if index in self.stand_ins:
             a, b = (known[side] for side in self.stand_ins[index])
             same = ranges.equal(a, b, disjoint=True)
@@ -81,7 +76,10 @@ class Analysis:
                 assert value is not None
                 self._lookups[table] = LookupTable(value)
             return self._lookups[table].at([known[ref.node] for ref in node.args[1]])
-        return RULES[node.name](Step(node, self.graph, known))
+        found = RULES[node.name](Step(node, self.graph, known))
+        if any(known[i].may_be_nan for i in node.operands):
+            return with_nan(node.name, node.dtype, found)
+        return found
 
     def limited(self, everything: Mapping[int, Range]) -> Analysis:
         """This analysis, with steps that may overflow marked as unknown.
@@ -94,9 +92,10 @@ class Analysis:
         for index in self.steps:
             node = self.graph.nodes[index]
             found = self._infer(node, known, index)
-            if not found.is_truth and not _is_representable(found, node.dtype):
+            harmless = node.name in CHOOSES and node.dtype.is_floating_point
+            if not found.is_truth and not harmless and not fits(found, node.dtype):
                 unknown.add(index)
-                found = Range.anything(truth=False)
+                found = Range.anything(node.dtype)
             known[index] = found
         return replace(self, unknown=frozenset(unknown))
 
@@ -151,11 +150,3 @@ def _is_understood(graph: MaskGraph, node: Node) -> bool:
             and (len(node.args[1]) == len(table.shape))
         )
     return node.name in RULES
-
-
-def _is_representable(found: Range, dtype: torch.dtype) -> bool:
-    limits = (-_EXACT, _EXACT)
-    if not dtype.is_floating_point:
-        info = torch.iinfo(dtype)
-        limits = (max(limits[0], info.min), min(limits[1], info.max))
-    return bool(((found.lo >= limits[0]) & (found.hi <= limits[1])).all())

@@ -15,6 +15,9 @@ from torch import Tensor
 
 Op = Callable[[Tensor, Tensor], Tensor]
 
+EXACT = 2.0**52
+"""Integers up to this magnitude are exact in float64, with room for one more operation."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -32,6 +35,8 @@ class Range:
     """[T] Every block of the rectangle has a pair with a value of at most this."""
     some_hi: Tensor
     """[T] Every block of the rectangle has a pair with a value of at least this."""
+    may_be_nan: bool = False
+    """Whether a number may also be NaN somewhere, of which the bounds say nothing."""
 
     @classmethod
     def bounds(cls, lo: Tensor, hi: Tensor) -> Range:
@@ -44,12 +49,17 @@ class Range:
         return cls(value, value, value, value)
 
     @classmethod
-    def anything(cls, *, truth: bool) -> Range:
-        """No knowledge at all."""
-        if truth:
+    def anything(cls, dtype: torch.dtype) -> Range:
+        """No knowledge at all of a value of this type."""
+        if dtype == torch.bool:
             return cls.bounds(torch.tensor(False), torch.tensor(True))
         limit = torch.tensor(torch.inf, dtype=torch.float64)
-        return cls.bounds(-limit, limit)
+        return cls(-limit, limit, limit, -limit, may_be_nan=dtype.is_floating_point)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether each rectangle has one value that is known without comparing bounds."""
+        return self.lo is self.hi
 
     @property
     def is_truth(self) -> bool:
@@ -128,12 +138,12 @@ def rising(op: Op, a: Range, b: Range, *, disjoint: bool) -> Range:
 def rising_alone(op: Callable[[Tensor], Tensor], a: Range) -> Range:
     """The range of `op(a)`, where op never falls."""
     shared = _once(lambda x, _: op(x))
-    return Range(*(shared(x, x) for x in (a.lo, a.hi, a.some_lo, a.some_hi)))
+    lo, hi, some_lo, some_hi = (shared(x, x) for x in (a.lo, a.hi, a.some_lo, a.some_hi))
+    return Range(lo, hi, some_lo, some_hi)
 
 
 def _falling_alone(op: Callable[[Tensor], Tensor], a: Range) -> Range:
-    shared = _once(lambda x, _: op(x))
-    return Range(*(shared(x, x) for x in (a.hi, a.lo, a.some_hi, a.some_lo)))
+    return rising_alone(op, Range(a.hi, a.lo, a.some_hi, a.some_lo))
 
 
 def minus(a: Range) -> Range:
@@ -160,6 +170,13 @@ def equal(a: Range, b: Range, *, disjoint: bool) -> Range:
     """The range of a == b."""
     possible = (a.lo <= b.hi) & (b.lo <= a.hi)
     certain = a.is_one_value & b.is_one_value & (a.lo == b.lo)
+    met = certain
+    if disjoint and a.knows_attained and b.knows_attained:
+        # A bound that every block attains on both sides is a pair of equals in every block.
+        ends = [((r.lo, r.lo == r.some_lo), (r.hi, r.hi == r.some_hi)) for r in (a, b)]
+        for x, every_x in ends[0]:
+            for y, every_y in ends[1]:
+                met = met | (every_x & every_y & (x == y))
     if not (a.knows_attained or b.knows_attained):
         return Range.bounds(certain, possible)
     if disjoint:
@@ -169,7 +186,7 @@ def equal(a: Range, b: Range, *, disjoint: bool) -> Range:
     # A value that takes two values within a block differs from anything that stands still there.
     still = a.is_one_value | b.is_one_value
     differs = differs | (still & ((a.some_hi > a.some_lo) | (b.some_hi > b.some_lo)))
-    return Range(certain, possible, ~differs, certain)
+    return Range(certain, possible, ~differs, met)
 
 
 def both(a: Range, b: Range, *, disjoint: bool) -> Range:
@@ -194,7 +211,7 @@ def times(a: Range, b: Range) -> Range:
     )
     bounds = Range.bounds(corners.amin(0), corners.amax(0))
     for x, factor in ((a, b), (b, a)):
-        if factor.lo is factor.hi:  # a known factor keeps what is attained
+        if factor.is_constant:  # keeps what is attained
             f = factor.lo
             attained = torch.stack(torch.broadcast_tensors(x.some_lo * f, x.some_hi * f))
             rises = f >= 0
@@ -244,16 +261,16 @@ def quotient(a: Range, b: Range, rounding: Callable[[Tensor], Tensor]) -> Range:
     )
     lo = torch.where(safe, corners.amin(0), -torch.inf)
     hi = torch.where(safe, corners.amax(0), torch.inf)
-    if b.lo is b.hi and bool((b.lo > 0).all()):
+    if b.is_constant and bool((b.lo > 0).all()):
         return Range(lo, hi, rounding(a.some_lo / b.lo), rounding(a.some_hi / b.lo))
     return Range.bounds(lo, hi)
 
 
-def modulo(a: Range, b: Range, *, whole: bool) -> Range:
-    """The range of a % b with Python's sign rule; `whole` for integers."""
+def modulo(a: Range, b: Range) -> Range:
+    """The range of a % b for integers, with Python's sign rule."""
     positive = b.lo > 0
-    top = b.hi - 1 if whole else b.hi
-    if b.lo is not b.hi:
+    top = b.hi - 1
+    if not b.is_constant:
         small = positive & (a.lo >= 0)
         return Range.bounds(
             torch.where(positive, 0.0, -torch.inf),
@@ -268,3 +285,11 @@ def modulo(a: Range, b: Range, *, whole: bool) -> Range:
     some_lo = torch.where(one_period, a.some_lo - offset, hi)
     some_hi = torch.where(one_period, a.some_hi - offset, lo)
     return Range(lo, hi, some_lo, some_hi)
+
+
+def whole_power(a: Range, exponent: int) -> Range:
+    """The range of a ** exponent, for a natural exponent."""
+    if exponent == 0:
+        return Range.exactly(torch.ones((), dtype=torch.float64))
+    base = magnitude(a) if exponent % 2 == 0 else a
+    return rising_alone(lambda x: x**exponent, base)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,9 +37,9 @@ class Step:
             seen |= axes
         return True
 
-    def promoted(self, arg: Any) -> Range:
+    def promoted(self, arg: Any, target: torch.dtype | None = None) -> Range:
         """An operand's range, after the type promotion that torch does."""
-        target = self.node.compute_dtype
+        target = target or self.node.compute_dtype
         if isinstance(arg, Ref):
             found, source = self.known[arg.node], self.graph.nodes[arg.node].dtype
             if not target.is_floating_point or source == target:
@@ -48,6 +48,8 @@ class Step:
         if isinstance(arg, bool):
             return Range.exactly(torch.tensor(arg))
         value = torch.tensor(float(arg), dtype=torch.float64)
+        if not fits(Range.exactly(value), target) and arg not in (torch.inf, -torch.inf):
+            return Range.anything(target)  # torch wraps it, or makes it infinite
         if target.is_floating_point and value.to(target).double() != value:
             return Range.exactly(value).widened(value.abs() * torch.finfo(target).eps)
         return Range.exactly(value)
@@ -72,13 +74,39 @@ class Step:
         return found.widened(error_scale * (4 * info.eps) + info.tiny)
 
 
+def fits(found: Range, dtype: torch.dtype) -> bool:
+    """Whether all of a range can be represented by a type, and counted exactly by us."""
+    if dtype == torch.bool:
+        return True
+    if dtype.is_floating_point:
+        most = torch.finfo(dtype).max
+        least = -most
+    else:
+        info = torch.iinfo(dtype)
+        least, most = max(info.min, -ranges.EXACT), min(info.max, ranges.EXACT)
+    return bool(((found.lo >= least) & (found.hi <= most)).all())
+
+
+def with_nan(name: str, dtype: torch.dtype, found: Range) -> Range:
+    """What an operation makes of operands that may be NaN, beyond what it makes of numbers."""
+    if dtype.is_floating_point:
+        return replace(found, may_be_nan=True)
+    if name in ("ge", "gt", "le", "lt", "eq"):  # false of NaN
+        return Range.bounds(torch.zeros_like(found.lo), found.hi)
+    if name == "ne":  # true of NaN
+        return Range.bounds(found.lo, torch.ones_like(found.hi))
+    return Range.anything(dtype)
+
+
 def _rounded(a: Range, dtype: torch.dtype, *, integral: bool = True) -> Range:
     """A number converted to a floating-point type: exact while it is an integer that fits."""
     a = a.numbers()
     eps = torch.finfo(dtype).eps
     scale = a.largest()
     exact = scale <= (1 / eps if integral else 0)
-    wide = a.widened(torch.where(exact, 0.0, scale * 2 * eps))
+    wide = a.widened(torch.where(exact, 0.0, scale * 2 * eps + torch.finfo(dtype).tiny))
+    if not fits(wide, dtype):
+        return Range.anything(dtype)
     return Range(
         wide.lo,
         wide.hi,
@@ -109,27 +137,34 @@ def _mul(s: Step) -> Range:
     return s.settle(found, found.largest())
 
 
+def _power(s: Step) -> Range:
+    exponent = s.node.args[1]
+    if not isinstance(exponent, int) or not 0 <= exponent < 8 or s.node.dtype.is_floating_point:
+        return Range.anything(s.node.dtype)
+    return ranges.whole_power(s.number(0), exponent)
+
+
 def _divide(s: Step, mode: str | None) -> Range:
     rounding: Callable[[Tensor], Tensor] = (
         torch.floor if mode == "floor" else torch.trunc if mode == "trunc" else torch.clone
     )
     if mode is not None and s.node.dtype.is_floating_point:
-        return Range.anything(truth=False)  # a quotient that rounds may cross an integer
+        return Range.anything(s.node.dtype)  # a quotient that rounds may cross an integer
     found = ranges.quotient(s.number(0), s.number(1), rounding)
     return s.settle(found, found.largest())
 
 
 def _remainder(s: Step) -> Range:
     if s.node.dtype.is_floating_point:
-        return Range.anything(truth=False)
-    return ranges.modulo(s.number(0), s.number(1), whole=True)
+        return Range.anything(s.node.dtype)
+    return ranges.modulo(s.number(0), s.number(1))
 
 
 def _fmod(s: Step) -> Range:
     a, b = s.number(0), s.number(1)
     if s.node.dtype.is_floating_point:
-        return Range.anything(truth=False)
-    found = ranges.modulo(a, b, whole=True)
+        return Range.anything(s.node.dtype)
+    found = ranges.modulo(a, b)
     keeps = (a.lo >= 0) & (b.lo > 0)
     return Range(
         torch.where(keeps, found.lo, -torch.inf),
@@ -171,8 +206,8 @@ def _shift(s: Step, direction: int) -> Range:
     a, b = s.number(0), s.number(1)
     possible = (b.lo >= 0) & (b.hi < 52)
     factor = torch.exp2(b.lo.clamp(0, 52))
-    if b.lo is not b.hi:
-        return Range.anything(truth=False)
+    if not b.is_constant:
+        return Range.anything(s.node.dtype)
     known = Range.exactly(factor)
     found = ranges.times(a, known) if direction > 0 else ranges.quotient(a, known, torch.floor)
     return Range(
@@ -184,11 +219,11 @@ def _shift(s: Step, direction: int) -> Range:
 
 
 def _clamp(s: Step) -> Range:
-    found = s.number(0)
+    found = s.promoted(s.node.args[0], s.node.dtype).numbers()
     for position, keyword, op in ((1, "min", torch.maximum), (2, "max", torch.minimum)):
         given = s.node.args[position] if len(s.node.args) > position else s.keyword(keyword, None)
         if given is not None:
-            limit = s.promoted(given).numbers()
+            limit = s.promoted(given, s.node.dtype).numbers()
             found = ranges.rising(op, found, limit, disjoint=s.disjoint)
     return found
 
@@ -246,7 +281,7 @@ def _compare(s: Step, name: str) -> Range:
 def _rounding(op: Callable[[Tensor], Tensor]) -> Callable[[Step], Range]:
     def rule(s: Step) -> Range:
         if s.node.kwargs:  # rounding to decimals
-            return Range.anything(truth=False)
+            return Range.anything(s.node.dtype)
         return ranges.rising_alone(op, s.number(0))
 
     return rule
@@ -276,6 +311,7 @@ RULES: dict[str, Callable[[Step], Range]] = {
     "sub": lambda s: _add(s, -1.0),
     "rsub": _rsub,
     "mul": _mul,
+    "pow": _power,
     "neg": lambda s: ranges.minus(s.number(0)),
     "abs": lambda s: ranges.magnitude(s.number(0)),
     "div": lambda s: _divide(s, s.keyword("rounding_mode", None)),
@@ -308,3 +344,6 @@ SHARP_ALONE = frozenset(
     {"add", "sub", "rsub", "mul", "neg", "floor_divide", "ge", "gt", "le", "lt", "bitwise_not"}
 )
 """Operations that keep a Range as sharp as the values themselves when only one operand varies."""
+
+CHOOSES = frozenset({"where", "minimum", "maximum", "clamp", "clamp_min", "clamp_max"})
+"""Operations whose result is one of their operands: infinite ones do no harm."""

@@ -56,9 +56,9 @@ def trace_mask(mask_mod: MaskMod) -> MaskGraph:
         raise
     except IndexError as error:
         raise FlexCPError(
-            "captured tensors that cover every index",
+            "captured tensors to be indexed by integers that lie inside of them",
             f"{error} at {_user_line(error.__traceback__)}",
-            "make the tensor as long as the sequence, or clamp the index",
+            "make the tensor as long as the sequence, clamp the index, or convert it with .long()",
         ) from error
     except Exception as error:
         raise FlexCPError(
@@ -102,6 +102,8 @@ class _Index(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.__getitem__:
                 return _getitem(*args)
+            if func is torch.Tensor.__setitem__:
+                raise _changes("assignment to an element")
             if func in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__):
                 raise _reads_value(func.__name__)
             return func(*args, **(kwargs or {}))
@@ -123,6 +125,18 @@ def _reads_value(how: str) -> _RefusedError:
         f"Python control flow on an index (its value was read by {how})",
         "replace `if`/`and`/`or`/`min`/`int()` by torch.where, &, |, torch.minimum and the like",
     )
+
+
+def _changes(what: str) -> _RefusedError:
+    return _RefusedError(
+        f"an in-place operation ({what})",
+        "write `x = x + 1` instead of `x += 1`: a mask_mod must not change tensors",
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's storage is; views of one storage share it."""
+    return -1 if isinstance(tensor, _Index) else tensor.untyped_storage().data_ptr()
 
 
 def _getitem(table: Tensor, index: Any) -> Tensor:
@@ -162,7 +176,8 @@ class _Recorder(TorchDispatchMode):
         ]
         self._constants: dict[int, int] = {}
         self._known: dict[Any, int] = {}
-        self._made_here: dict[int, Tensor] = {}
+        self._made_here: dict[int, Tensor] = {}  # by storage: what this call allocated itself
+        self._keep: list[Tensor] = []  # so that no id or address is used twice
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -182,8 +197,10 @@ class _Recorder(TorchDispatchMode):
         self._refuse_untraceable(func, args, bool(touched))
         if not touched:
             result = func(*args, **kwargs)
+            given = {_address(x) for x in _tensors((args, list(kwargs.values())))}
             for made in _tensors([result]):
-                self._made_here[id(made)] = made
+                if _address(made) not in given:
+                    self._made_here[_address(made)] = made
             return result
         real_args = _map_tensors(args, _real)
         real_kwargs = {k: _cpu(_map_tensors(v, _real)) for k, v in kwargs.items()}
@@ -209,12 +226,9 @@ class _Recorder(TorchDispatchMode):
                 "its indices",
             )
         if func._schema.is_mutable:
-            changed = args[0] if args else None
-            if isinstance(changed, _Index) or id(changed) not in self._made_here:
-                raise _RefusedError(
-                    f"an in-place operation ({op_name(func)})",
-                    "write `x = x + 1` instead of `x += 1`: a mask_mod must not change tensors",
-                )
+            changed = _tensors(args)[:1] or [torch.empty(0)]
+            if touched or _address(changed[0]) not in self._made_here:
+                raise _changes(op_name(func))
 
     def _record(
         self,
@@ -265,7 +279,10 @@ class _Recorder(TorchDispatchMode):
         if id(tensor) not in self._constants:
             self.nodes.append(constant(tensor))
             self._constants[id(tensor)] = len(self.nodes) - 1
-            self._made_here[id(tensor)] = tensor  # keeps the id from being used again
+            self._keep.append(tensor)
+            # From here on the graph reads it: changing it would change what was recorded.
+            if (own := self._made_here.pop(_address(tensor), None)) is not None:
+                self._keep.append(own)
         return Ref(self._constants[id(tensor)])
 
 

@@ -119,6 +119,10 @@ def expressions(length: int, *, batch: int = 1, heads: int = 1) -> st.SearchStra
         by_batch = torch.randint(0, length, (batch, length), generator=generator)
         by_head = torch.randint(0, length, (heads,), generator=generator)
         real = torch.randn(length, generator=generator)
+        narrow = torch.randint(-128, 128, (length,), generator=generator).to(
+            [torch.int8, torch.uint8, torch.int16, torch.int32][seed % 4]
+        )
+        broken = torch.where(torch.rand(length, generator=generator) < 0.1, torch.nan, real)
         choices: list[Expression] = [
             lambda b, h, q, kv: table[q],
             lambda b, h, q, kv: table[kv],
@@ -126,6 +130,11 @@ def expressions(length: int, *, batch: int = 1, heads: int = 1) -> st.SearchStra
             lambda b, h, q, kv: by_batch[b][kv],
             lambda b, h, q, kv: by_head[h],
             lambda b, h, q, kv: real[q],
+            lambda b, h, q, kv: narrow[q],
+            lambda b, h, q, kv: narrow[kv],
+            lambda b, h, q, kv: narrow[q] + narrow[kv],
+            lambda b, h, q, kv: broken[kv],
+            lambda b, h, q, kv: torch.where(q > kv, real[q], broken[kv]),
             lambda b, h, q, kv: table[torch.minimum(q, kv)],
             lambda b, h, q, kv: table[(q - kv).abs()],
         ]
@@ -169,6 +178,12 @@ def expressions(length: int, *, batch: int = 1, heads: int = 1) -> st.SearchStra
             lambda x: torch.fmod(x.long(), positive),
             lambda x: torch.sin(x.double()),
             lambda x: x.bool(),
+            lambda x: x**2,
+            lambda x: x.to(torch.int16),
+            lambda x: x + 3 * 2**30,
+            lambda x: x.double().sqrt(),
+            lambda x: torch.where(x > c, 0.0, -torch.inf),
+            lambda x: x.half(),
             lambda x: torch.logical_not(x).long(),
         ]
         change = choices[kind % len(choices)]
