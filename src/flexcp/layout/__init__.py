@@ -4,6 +4,7 @@ from flexcp.layout.balance import balanced
 from flexcp.layout.layout import Layout
 from flexcp.layout.policies import (
     contiguous,
+    dealt,
     head_tail,
     per_document_head_tail,
     ptrr,
@@ -17,6 +18,7 @@ __all__ = [
     "area_per_rank",
     "balanced",
     "contiguous",
+    "dealt",
     "head_tail",
     "per_document_head_tail",
     "ptrr",

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from flexcp.blocks import BlockGrid
 from flexcp.layout.fill import fold
 from flexcp.layout.layout import Layout
 from flexcp.layout.policies import contiguous, even_edges
 from flexcp.layout.reach import rows_needed
-from flexcp.layout.work import Work, area_per_rank
+from flexcp.layout.work import Work
 
 _EVEN = 1.0175
-"""Work that is as even as this is not worth moving tokens for."""
+"""Work that is less even than this is never left as it is."""
+_WORTH_IT = 0.995
+"""Tokens leave their plain order only for a time below this fraction."""
+_ROW_BY_ROW = 1 << 16
+"""Longest sequence whose every row is looked at for the lower bound."""
 
 
 def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 512.0) -> Layout:
     """The layout for one or several masks on which the slowest rank is fastest.
 
-    Ranks get token counts that differ by at most one. The work is the sum over all masks. If the
+    Ranks get token counts that differ by at most one; or, where single rows are so heavy that this
+    would leave the work uneven, by at most a block. The work is the sum over all masks. If the
     sequence in plain order is as good as even, it stays (a window remains a halo exchange);
     otherwise the layout is a `fold`. Masks that differ between batch elements get a lane for each.
 
@@ -46,23 +50,23 @@ def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 5
     return _one_lane(grids, ranks, None, pairs_per_row)
 
 
-def imbalance_bound(work: Tensor, tokens: int, ranks: int, block: int, heaviest: int) -> float:
-    """The least max/mean work that any layout with even token counts can have.
+def imbalance_bound(work: Work, ranks: int) -> float:
+    """The least max/mean work of any layout whose token counts differ by less than a block.
 
-    Some rank has the heaviest row, and at least the lightest rows besides.
-
-    Args:
-        work: int64 [n] Pairs of each block of rows.
-        tokens: Length of the sequence.
-        ranks: How many ranks share it.
-        block: Rows of a block.
-        heaviest: Pairs of the heaviest single row.
+    Some rank has the heaviest row, and at least the lightest rows besides. Long sequences are
+    looked at block by block, which makes the bound a little lower than it could be.
     """
-    total = int(work.sum())
-    if total == 0 or ranks == 0:
+    total = int(work.before[-1])
+    if total == 0:
         return 1.0
-    others = max(0, tokens // ranks - 1 - block) // block  # whole blocks that it has at least
-    lightest = int(work.sort().values[:others].sum())
+    others = max(0, work.seq_len // ranks - work.block)  # besides the heaviest row
+    if work.seq_len <= _ROW_BY_ROW:
+        rows = work.tokens(torch.arange(work.blocks.numel())).reshape(-1)[: work.seq_len]
+        heaviest, lightest = int(rows.max()), int(rows.sort().values[:others].sum())
+    else:
+        top = torch.topk(work.blocks, min(4, work.blocks.numel())).indices.sort().values
+        heaviest = int(work.tokens(top).max())
+        lightest = int(work.blocks.sort().values[: others // work.block].sum())
     return max(1.0, (heaviest + lightest) * ranks / total)
 
 
@@ -77,23 +81,15 @@ def _one_lane(
 ) -> Layout:
     work = Work.of(grids, lane)
     plain = contiguous(work.seq_len, ranks)
-    if _imbalance(work, plain) <= _EVEN:
-        if _local(work, ranks):
-            return _named(plain)
-        folded = fold(work, ranks)
-        return min((_named(plain), folded), key=lambda x: _slowest(grids, work, x, pairs_per_row))
-    return fold(work, ranks)
-
-
-def _imbalance(work: Work, layout: Layout) -> float:
-    """max/mean over ranks; blocks that are cut count in proportion, which is near enough here."""
-    edges = even_edges(work.seq_len, layout.ranks)
-    whole = torch.div(edges, work.block, rounding_mode="floor").clamp(max=work.blocks.numel() - 1)
-    rows = edges - whole * work.block
-    size = torch.minimum(torch.tensor(work.block), work.seq_len - whole * work.block)
-    ahead = work.before[whole] + torch.div(work.blocks[whole] * rows, size, rounding_mode="floor")
-    areas = ahead.diff().double()
-    return float(areas.max() / areas.mean().clamp(min=1))
+    if _imbalance(work, plain) > _EVEN:
+        return fold(work, ranks, exact_counts=lane is not None)
+    if _local(work, ranks):
+        return _named(plain)
+    folded = fold(work, ranks, exact_counts=lane is not None)
+    slowest = _slowest(grids, work, plain, pairs_per_row)
+    if _slowest(grids, work, folded, pairs_per_row) < _WORTH_IT * slowest:
+        return folded
+    return _named(plain)
 
 
 def _local(work: Work, ranks: int) -> bool:
@@ -106,6 +102,17 @@ def _local(work: Work, ranks: int) -> bool:
             if len(runs) and float(torch.maximum(left, right).max()) * work.block > 2 * share:
                 return False
     return True
+
+
+def _imbalance(work: Work, layout: Layout) -> float:
+    """max/mean over ranks; blocks that are cut count in proportion, which is near enough here."""
+    edges = even_edges(work.seq_len, layout.ranks)
+    whole = torch.div(edges, work.block, rounding_mode="floor").clamp(max=work.blocks.numel() - 1)
+    rows = edges - whole * work.block
+    size = torch.minimum(torch.tensor(work.block), work.seq_len - whole * work.block)
+    ahead = work.before[whole] + torch.div(work.blocks[whole] * rows, size, rounding_mode="floor")
+    areas = ahead.diff().double()
+    return float(areas.max() / areas.mean().clamp(min=1))
 
 
 def _slowest(grids: Sequence[BlockGrid], work: Work, layout: Layout, pairs_per_row: float) -> float:
@@ -127,6 +134,3 @@ def _named(layout: Layout) -> Layout:
         layout.start,
         layout.stop,
     )
-
-
-__all__ = ["area_per_rank", "balanced", "imbalance_bound"]

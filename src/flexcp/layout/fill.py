@@ -20,19 +20,28 @@ from collections import Counter
 import torch
 
 from flexcp.layout.layout import Layout
-from flexcp.layout.policies import even_edges, joined
+from flexcp.layout.policies import joined
 from flexcp.layout.units import Group, Unit, make_groups
 from flexcp.layout.work import Work
 
 _UNDER = 100
 """A rank at the border of two large groups may stay below its share, as long as that makes the
 others' larger by no more than this fraction."""
-_TOLERANCE = 512
+_FEWER, _CLOSE = 8, 200
+"""Token counts may differ by a block, and by this fraction of the mean, if work would otherwise be
+off by more than that fraction."""
+_TOLERANCE = 4096
 """Cuts fall on rounder numbers as long as that costs less than this fraction of the mean work."""
 
 
-def fold(work: Work, ranks: int) -> Layout:
+def fold(work: Work, ranks: int, *, exact_counts: bool = False) -> Layout:
     """The layout with equal token counts and equal work, and little traffic.
+
+    Args:
+        work: What each row costs.
+        ranks: How many ranks share the rows.
+        exact_counts: Token counts depend on nothing but length and ranks, as several lanes of one
+            layout need it; otherwise they may differ by up to a block where rows are very heavy.
 
     >>> import flexcp
     >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 64, block_size=4)
@@ -44,9 +53,20 @@ def fold(work: Work, ranks: int) -> Layout:
     left = int(work.before[-1])
     most = left * (_UNDER + 1) // _UNDER // ranks
     pieces: list[tuple[int, int, int]] = []
-    for rank, tokens in enumerate(even_edges(work.seq_len, ranks).diff().tolist()):
-        own = filling.fill(tokens, left // (ranks - rank), left - most * (ranks - rank - 1))
+    even, ceiling = work.seq_len // ranks, -(-work.seq_len // ranks)
+    slack = 0 if exact_counts else min((work.block - 1) // 2, even // _FEWER)
+    rows = work.seq_len
+    for rank in range(ranks):
+        rest = ranks - rank - 1
+        own = filling.fill(rows // (rest + 1), left // (rest + 1), left - most * rest)
+        limits = (
+            max(even - slack, rows - rest * (ceiling + slack)),
+            min(ceiling + slack, rows - rest * (even - slack)),
+        )
+        if slack:
+            own = filling.adjust(own, left // (rest + 1), limits)
         left -= sum(unit.area for unit in own)
+        rows -= sum(unit.tokens for unit in own)
         pieces.extend(sorted((rank, unit.start, unit.stop) for unit in own))
     table = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 3)
     return joined("balanced", work.seq_len, ranks, *table.unbind(1))
@@ -68,6 +88,8 @@ class _Filling:
         """How many units this rank has of each group."""
         self._room = 0
         """How much more reach this rank may have until it has as much as the largest group."""
+        self._last_light: tuple[Group, Unit] | None = None
+        """What this rank took last."""
         self._quota = 0
         """How many light rows of the current group this rank may still have."""
 
@@ -97,7 +119,34 @@ class _Filling:
             if change is None:
                 break
             work += change
+        self._last_light = light[-1] if light else None
         return heavy + [unit for _, unit in light]
+
+    def adjust(self, own: list[Unit], area: int, limits: tuple[int, int]) -> list[Unit]:
+        """Takes or gives back a few light rows where rows are too heavy to get closer.
+
+        Only the last rows that were taken can be given back, and only if their group is known.
+        """
+        have, work = sum(u.tokens for u in own), sum(u.area for u in own)
+        if abs(area - work) * _CLOSE <= area or not self._last_light:
+            return own
+        group, last = self._last_light
+        wish = round((area - work) * last.tokens / last.area) if last.area else 0
+        tokens = max(limits[0], min(limits[1], have + wish)) - have
+        if tokens < 0:
+            back = last.take(min(-tokens, last.tokens - 1), from_end=True)
+            if back.tokens:
+                self._give_back(group, back)
+        while tokens > 0 and (source := self._light_group()) is not None:
+            unit = self._take_light(source, tokens)
+            own.append(unit)
+            tokens -= unit.tokens
+        return own
+
+    def _give_back(self, group: Group, unit: Unit) -> None:
+        if not group.light:
+            self._light = sorted([*self._light, group], key=lambda g: g.reach)
+        group.light.appendleft(unit)
 
     def _swap(
         self, light: list[tuple[Group, Unit]], heavy: list[Unit], missing: int, share: int
@@ -113,9 +162,7 @@ class _Filling:
             if tokens == 0:
                 return None
         back = given.take(tokens, from_end=True)
-        if not source.light:
-            self._light = sorted([*self._light, source], key=lambda g: g.reach)
-        source.light.appendleft(back)
+        self._give_back(source, back)
         if given.tokens == 0:
             light.pop()
             self._drop(source)

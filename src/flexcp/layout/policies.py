@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -99,6 +100,34 @@ def ptrr(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int = 128
     first = torch.arange(0, seq_len, block_size)
     edges = torch.cat([first, torch.full((1,), seq_len)])
     return _of_chunks("ptrr", seq_len, ranks, edges, owner)
+
+
+def dealt(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int, chunk: int) -> Layout:
+    """Chunks of equal size, the dearest first, each to the rank with least work that has room.
+
+    Args:
+        block_areas: int64 [blocks] Work of each block of rows.
+        seq_len: Tokens of the whole sequence.
+        ranks: How many ranks there are.
+        block_size: Rows of a block.
+        chunk: Blocks of a chunk.
+
+    >>> dealt(torch.tensor([1, 2, 3, 4]), 8, 2, block_size=2, chunk=1).positions(0)
+    tensor([0, 1, 6, 7])
+    """
+    areas = [int(part.sum()) for part in block_areas.split(chunk)]
+    room = [-(-len(areas) // ranks)] * ranks
+    loads = [(0, rank) for rank in range(ranks)]
+    owner = torch.zeros(len(areas), dtype=torch.int64)
+    for i in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
+        load, rank = heapq.heappop(loads)
+        owner[i] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heappush(loads, (load + areas[i], rank))
+    first = torch.arange(0, seq_len, chunk * block_size)
+    edges = torch.cat([first, torch.full((1,), seq_len)])
+    return _of_chunks("dealt", seq_len, ranks, edges, owner)
 
 
 def _there_and_back(ranks: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 
@@ -12,13 +13,17 @@ from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
 from flexcp.layout import (
     Layout,
+    area_per_rank,
     balanced,
     contiguous,
+    dealt,
     head_tail,
     per_document_head_tail,
     ptrr,
     striped,
 )
+from flexcp.layout.fill import fold
+from flexcp.layout.policies import even_edges
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost, price
 from flexcp.plan.load import Load
@@ -32,6 +37,13 @@ LAYOUTS = ("auto", "contiguous", "head_tail", "striped", "per_document", "ptrr",
 """The names of all layouts."""
 _DENSE = 0.2
 """From this share of an all-gather on, rotating or gathering everything may be as good."""
+
+_CHUNKS, _MOST_LINES = 8, 1 << 21
+"""Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
+_FLAT = 1.001
+"""Ranks that are as even as this need no other layout to be more so."""
+_EVEN = 1.015
+"""Groups of ranks that are as even as this keep the layout that was made for the ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +94,12 @@ class Candidate:
 
 def describe(schedule: Schedule) -> str:
     """The schedule's name, with its parts for a hybrid."""
+    how = schedule.between
+    if schedule.keeps_kv and how == "exchange":
+        how += " at once, kept" if schedule.forward.rounds == 1 else ", kept"
     if schedule.name != "hybrid":
-        return schedule.name
-    return f"hybrid {schedule.groups.ranks} x {schedule.inner} ({schedule.between})"
+        return how
+    return f"hybrid {schedule.groups.ranks} x {schedule.inner} ({how})"
 
 
 def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
@@ -122,7 +137,84 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     for inner in splits:
         if not found or not _cannot_win(problem, found, inner):
             found.extend(_options(problem, chosen, ready, inner, schedule))
+    found.sort(key=lambda c: c.seconds)
+    inner = next(iter(found[0].schedules.values())).inner
+    if layout in ("auto", "balanced") and _uneven(ready, inner):
+        again = split_groups(named_layout("balanced", problem, problem.ranks.size // inner), inner)
+        ready = {name: _Prepared.of(g, again, schedule) for name, g in problem.grids.items()}
+        found.extend(_options(problem, again, ready, inner, schedule))
+    if layout == "auto":
+        for other in _other_layouts(problem, chosen, ready):
+            ready = {name: _Prepared.of(g, other, schedule) for name, g in problem.grids.items()}
+            for split in dict.fromkeys((1, inner)):
+                if split in splits:
+                    found.extend(_options(problem, other, ready, split, schedule))
     return sorted(found, key=lambda c: c.seconds)
+
+
+def _other_layouts(
+    problem: Problem, chosen: Layout, ready: Mapping[str, _Prepared]
+) -> Iterator[Layout]:
+    """Layouts that may be cheaper than the balanced one, for what it gains by its locality."""
+    if problem.ranks.size == 1 or chosen.lanes > 1:
+        return
+    pairs = _pairs(ready, 1)
+    if chosen.rank.numel() == chosen.ranks and float(pairs.max()) > _FLAT * float(pairs.mean()):
+        yield fold(Work.of(list(problem.grids.values())), problem.ranks.size)
+    if _is_dense(problem, ready):
+        other = _dealt(problem)
+        if other is not None:
+            yield other
+
+
+def _is_dense(problem: Problem, ready: Mapping[str, _Prepared]) -> bool:
+    """Whether ranks need so much of the others that where tokens live hardly matters."""
+    most = problem.seq_len * max(1, problem.ranks.size - 1)
+    return all(
+        p.needs is not None and float(p.needs.received.sum()) > _DENSE * most
+        for p in ready.values()
+    )
+
+
+def _dealt(problem: Problem) -> Layout | None:
+    """Chunks dealt out by their work: every rank then has the same to do in every round."""
+    grids, ranks = list(problem.grids.values()), problem.ranks.size
+    work = Work.of(grids)
+    chunk = max(1, work.blocks.numel() // ranks // _CHUNKS)
+    if work.blocks.numel() // chunk * ranks > _MOST_LINES:
+        return None
+    found = dealt(work.blocks, work.seq_len, ranks, block_size=work.block, chunk=chunk)
+    areas = area_per_rank(grids, found).double()
+    within = int(found.counts.max()) - int(found.counts.min()) <= work.block
+    return found if within and float(areas.max()) <= _EVEN * float(areas.mean()) else None
+
+
+def _uneven(ready: Mapping[str, _Prepared], inner: int) -> bool:
+    """Whether groups of ranks have uneven work, though the ranks together may not."""
+    if inner == 1:
+        return False
+    pairs = _pairs(ready, inner)
+    return float(pairs.max()) > _EVEN * float(pairs.mean())
+
+
+def _pairs(ready: Mapping[str, _Prepared], inner: int) -> torch.Tensor:
+    """float64 [groups] Work of each group, over all masks."""
+    loads = [prepared.load.grouped(inner).before[:, -1] for prepared in ready.values()]
+    return torch.stack(loads).sum(0)
+
+
+def split_groups(groups: Layout, inner: int) -> Layout:
+    """Each group's rows, shared evenly by its ranks in order.
+
+    >>> split_groups(contiguous(8, 2), 2).positions(1)
+    tensor([2, 3])
+    """
+    rows: list[torch.Tensor] = []
+    for group in range(groups.ranks):
+        own = groups.rows_of(group).view(groups.lanes, -1)
+        edges = even_edges(own.shape[1], inner).tolist()
+        rows.extend(own[:, a:b].reshape(-1) for a, b in pairwise(edges))
+    return Layout.of_rows(rows, seq_len=groups.seq_len, lanes=groups.lanes, name=groups.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,11 +312,14 @@ def _schedules(
     name = "hybrid" if inner > 1 or schedule == "hybrid" else "exchange"
     needs = prepared.needs if inner == 1 else prepared.needs.grouped(groups, inner)
     yield make(name, inner=inner, needs=needs)
+    if schedule not in ("auto", "hybrid") or groups.ranks == 1:
+        return
+    # Nothing beats an all-gather like gathering only what is needed.
+    yield make(name, inner=inner, needs=needs, keep=True)
+    yield make(name, inner=inner, needs=needs, keep=True, at_once=True)
     dense = float(needs.received.sum()) > _DENSE * groups.rows * max(1, groups.ranks - 1)
-    if schedule in ("auto", "hybrid") and dense and groups.ranks > 1:
-        for other in ("ring", "allgather"):
-            kind = other if name == "exchange" else name
-            yield make(kind, inner=inner, between=other)
+    if dense:
+        yield make("ring" if name == "exchange" else name, inner=inner, between="ring")
 
 
 def _cannot_win(problem: Problem, found: Sequence[Candidate], inner: int) -> bool:

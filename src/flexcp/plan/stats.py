@@ -61,7 +61,7 @@ def make_stats(
     return Stats(
         tuple(areas.tolist()),
         float(areas.max()) / mean if mean else 1.0,
-        lower_bound(list(grids.values()), first),
+        imbalance_bound(Work.of(list(grids.values())), first.groups.ranks),
         tuple(sum(t.kv_rows for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.forward for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.backward for t in moved).tolist()),  # type: ignore[union-attr]
@@ -86,11 +86,3 @@ def areas_of(grid: BlockGrid, schedule: Schedule) -> Tensor:
             known[key] = area_per_rank([grid], schedule.groups, heads=heads.q)
         found[:, place] = known[key]
     return found.reshape(-1)
-
-
-def lower_bound(grids: list[BlockGrid], schedule: Schedule) -> float:
-    """The least imbalance that the sequence allows."""
-    work = Work.of(grids)
-    heaviest = torch.topk(work.blocks, min(4, work.blocks.numel())).indices.sort().values
-    row = int(work.tokens(heaviest).max())
-    return imbalance_bound(work.blocks, work.seq_len, schedule.groups.ranks, work.block, row)

@@ -15,23 +15,26 @@ from flexcp.schedule.needs import Needs
 from flexcp.schedule.rounds import Pass, Tasks, Transfers
 
 
-def exchange(needs: Needs, *, rows_per_round: int | None = None) -> tuple[Pass, Pass]:
+def exchange(needs: Needs, *, keep: bool = False, at_once: bool = False) -> tuple[Pass, Pass]:
     """Forward and backward.
 
     Args:
         needs: Who needs what.
-        rows_per_round: Most rows that a rank receives in a round, unless a single other rank has
-            more for it; by default as many as the largest share of the sequence.
+        keep: Keep what forward received, so that backward only sends gradients home. That needs
+            memory for all of these rows, like an all-gather, but not for more.
+        at_once: Fetch everything in one round before any work, as an all-gather does.
     """
     layout = needs.layout
-    limit = rows_per_round or max(1, int(layout.counts.max()) * layout.lanes)
+    limit = max(1, int(layout.counts.max()) * layout.lanes)
     user, owner, start, stop = needs.by_owner
     distance = (user - owner) % max(layout.ranks, 1)
     rounds_of = _rounds(distance, user, stop - start, layout.ranks, limit)
-    moves = Transfers.ordered(rounds_of[distance], owner, user, start, stop)
+    number = torch.zeros_like(distance) if at_once else rounds_of[distance]
+    moves = Transfers.ordered(number, owner, user, start, stop)
     work = Tasks.after(moves, Tasks.of_layout(layout))
     rounds = int(moves.round.max()) + 1 if len(moves) else 1
-    return Pass(rounds, moves, work), Pass(rounds, moves, work, moves.reversed())
+    again = Transfers.none() if keep else moves
+    return Pass(rounds, moves, work), Pass(rounds, again, work, moves.reversed())
 
 
 def _rounds(distance: Tensor, user: Tensor, rows: Tensor, ranks: int, limit: int) -> Tensor:

@@ -28,6 +28,8 @@ def make_schedule(
     num_kv_heads: int | None = None,
     inner: int = 1,
     between: str = "exchange",
+    keep: bool = False,
+    at_once: bool = False,
     needs: Needs | None = None,
 ) -> Schedule:
     """A schedule for some masks on a layout.
@@ -40,6 +42,8 @@ def make_schedule(
         num_kv_heads: Key-value heads; as many as query heads if not given.
         inner: For hybrid: how many consecutive ranks share the heads.
         between: For hybrid: what runs between groups.
+        keep: For exchange: keep what forward received for backward.
+        at_once: For exchange: fetch everything before any work.
         needs: Who needs what between groups, if known.
 
     >>> import flexcp
@@ -65,7 +69,7 @@ def make_schedule(
         )
     groups = grouped(layout, inner)
     if between == "exchange":
-        forward, backward = exchange(needs or Needs.of(grids, groups))
+        forward, backward = exchange(needs or Needs.of(grids, groups), keep=keep, at_once=at_once)
     elif between == "ring":
         forward, backward = ring(groups)
     elif between == "allgather":
@@ -81,5 +85,5 @@ def make_schedule(
         forward,
         backward,
         between=between,
-        keeps_kv=between == "allgather",
+        keeps_kv=between == "allgather" or (between == "exchange" and keep),
     )

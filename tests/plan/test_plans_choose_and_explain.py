@@ -1,0 +1,196 @@
+"""make_plan: choices, numbers, texts, and errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import flexcp
+from flexcp import FlexCPError, masks
+from flexcp.layout import contiguous
+from flexcp.plan import PRESETS, Machine, make_plan
+
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+
+def test_a_full_mask_on_many_ranks_shares_heads_and_sequence():
+    chosen = make_plan(masks.full(), 1 << 18, 64, machine="h100-ib", **HEADS)
+    ring = make_plan(masks.full(), 1 << 18, 64, layout="contiguous", schedule="ring", **HEADS)
+    most = max(chosen.stats().bytes_received_per_rank)
+    assert most <= max(ring.stats().bytes_received_per_rank) / 4
+    chosen.check()
+
+
+@pytest.mark.parametrize("machine", PRESETS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mask",
+    [masks.causal(), masks.causal() & masks.sliding_window(500), masks.prefix_lm(5000)],
+    ids=["causal", "window", "prefix"],
+)
+def test_auto_is_no_dearer_than_any_explicit_choice(machine, mask):
+    def seconds(**options):
+        plan = make_plan(mask, 1 << 14, 8, machine=machine, **HEADS, **options)
+        return plan.stats().predicted_seconds
+
+    auto = seconds()
+    for layout in ("contiguous", "head_tail", "striped", "ptrr", "balanced"):
+        for schedule in ("exchange", "ring", "allgather", "ulysses"):
+            assert auto <= seconds(layout=layout, schedule=schedule) * (1 + 1e-9)
+
+
+def test_bytes_are_counted_from_unrepeated_kv_heads_type_and_batch():
+    options = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "batch": 3}
+    plan = make_plan(
+        masks.full(), 100, 4, schedule="ring", layout="contiguous", dtype=torch.float32, **options
+    )
+    stats = plan.stats()
+    assert stats.tokens_received_per_rank == (75,) * 4
+    assert stats.bytes_received_per_rank == (75 * 2 * 2 * 32 * 4 * 3,) * 4
+    assert stats.backward_bytes_received_per_rank == (2 * 75 * 2 * 2 * 32 * 4 * 3,) * 4
+
+
+def test_ulysses_counts_queries_and_outputs():
+    plan = make_plan(
+        masks.full(), 64, 4, schedule="ulysses", num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    rows, width = 48, 8 * 2  # others' tokens, bytes of a head
+    received = rows * (width + 2 * width) + 16 * 3 * (width + 4)
+    assert plan.stats().bytes_received_per_rank == (received,) * 4
+
+
+def test_the_area_is_that_of_the_grid_whatever_the_schedule():
+    mask = masks.causal() & masks.sliding_window(50)
+    area = flexcp.build_block_grid(mask, 300, batch=2, heads=6).area()
+    for schedule in ("exchange", "ring", "allgather", "ulysses"):
+        plan = make_plan(mask, 300, 4, schedule=schedule, num_heads=6, batch=2)
+        assert sum(plan.stats().area_per_rank) == area
+
+
+def test_several_masks_share_a_layout_that_is_even_for_their_sum():
+    both = {"global": masks.causal(), "local": masks.causal() & masks.sliding_window(1000)}
+    plan = make_plan(both, 1 << 15, 8)
+    assert plan.stats().imbalance <= 1.02
+    assert set(plan.schedule) == {"global", "local"}
+    assert plan.schedule_of("local").layout is plan.layout
+    plan.check()
+
+
+def test_every_rank_makes_the_same_plan():
+    def one():
+        lengths = [3000, 500, 700, 9000, 3184]
+        mask = masks.document(lengths=lengths) & masks.causal()
+        return make_plan(mask, sum(lengths), 8, **HEADS).to_json()
+
+    assert one() == one()
+
+
+def test_the_lower_bound_tells_when_rows_are_too_heavy_to_be_even():
+    mask = masks.sliding_window(1) | masks.global_tokens(1)
+    stats = make_plan(mask, 4096, 64, block_size=16).stats()
+    assert stats.imbalance > 1.02
+    assert stats.imbalance_lower_bound > 1.02
+    assert stats.imbalance <= 1.01 * stats.imbalance_lower_bound
+
+
+def test_more_ranks_than_tokens_work():
+    plan = make_plan(masks.causal(), 5, 16)
+    plan.check()
+    assert sum(plan.layout.counts.tolist()) == 5
+
+
+def test_a_single_rank_needs_nothing():
+    plan = make_plan(masks.causal(), 1000, 1)
+    plan.check()
+    assert plan.stats().bytes_received_per_rank == (0,)
+
+
+def test_two_dimensional_meshes_run_hybrids():
+    plan = make_plan(masks.causal(), 4096, (2, 4), schedule="hybrid", num_heads=8, num_kv_heads=2)
+    assert (plan.schedule.inner, plan.schedule.groups.ranks) == (4, 2)
+    plan.check()
+
+
+def test_block_grids_are_masks_too():
+    grid = flexcp.build_block_grid(masks.causal(), 512)
+    plan = make_plan(grid, 512, 2, num_heads=4, batch=2)
+    assert sum(plan.stats().area_per_rank) == 8 * grid.area()
+
+
+def test_explain_says_what_was_chosen_and_what_it_costs():
+    text = make_plan(masks.causal(), 1 << 14, 8, **HEADS).explain()
+    for words in ("16,384 tokens on 8 ranks", "x the mean on the busiest rank", "Considered", "->"):
+        assert words in text
+
+
+def test_json_is_complete():
+    plan = make_plan({"a": masks.causal(), "b": masks.full()}, 300, 4)
+    data = json.loads(plan.to_json())
+    assert data["layout"]["start"] == plan.layout.start.tolist()
+    assert set(data["schedules"]) == {"a", "b"}
+    moves = data["schedules"]["a"]["forward"]["moves"]
+    assert moves["start"] == plan.schedule_of("a").forward.moves.start.tolist()
+    assert data["stats"]["imbalance"] == plan.stats().imbalance
+    assert data["machine"]["name"] == "h100-ib"
+
+
+def test_a_machine_can_be_measured():
+    machine = Machine.measure(seconds=0.01)
+    assert machine.flops > 0
+    assert machine.intra_bandwidth > 0
+    make_plan(masks.causal(), 100, 2, machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: make_plan(masks.causal(), 100, 0), "at least 1 rank.*got 0 ranks"),
+        (lambda: make_plan(masks.causal(), 100, "8"), "a DeviceMesh, a simulated mesh"),
+        (lambda: make_plan(masks.causal(), 100, (2, 2, 2)), "one or two dimensions"),
+        (lambda: make_plan(masks.causal(), 0, 4), "seq_len to be an integer of at least 1"),
+        (
+            lambda: make_plan(masks.causal(), 100, 4, layout="snail"),
+            "auto, contiguous, head_tail, striped, per_document, ptrr, balanced",
+        ),
+        (
+            lambda: make_plan(masks.causal(), 100, 4, schedule="snail"),
+            "auto, exchange, ring, allgather, ulysses, hybrid",
+        ),
+        (
+            lambda: make_plan(masks.document(lengths=[30, 20]), 100, 4),
+            "a mask for seq_len=100",
+        ),
+        (
+            lambda: make_plan(flexcp.build_block_grid(masks.causal(), 64), 100, 4),
+            "a block grid of 100 x 100",
+        ),
+        (
+            lambda: make_plan(masks.causal(), 100, 4, schedule="hybrid", num_heads=4),
+            "a mesh of two dimensions",
+        ),
+        (
+            lambda: make_plan(masks.causal(), 100, 4, layout=contiguous(90, 4)),
+            "a layout of 100 tokens on 4 ranks.*one of 90 tokens",
+        ),
+        (
+            lambda: make_plan(masks.causal(), 100, 4, layout=contiguous(100, 3)),
+            "a layout of 100 tokens on 4 ranks.*on 3 ranks",
+        ),
+        (lambda: make_plan(masks.causal(), 100, 4, machine="abacus"), "cpu-gloo, h100-nvlink"),
+        (lambda: make_plan({}, 100, 4), "at least one mask"),
+        (lambda: make_plan(masks.causal(), 100, 4, num_heads=3, num_kv_heads=2), "multiple"),
+        (lambda: make_plan(masks.causal(), 100, 4).positions(), "pass rank="),
+        (
+            lambda: make_plan(masks.causal(), 100, 4).unshard(torch.zeros(25), 0),
+            "ranks can talk to each other",
+        ),
+        (
+            lambda: make_plan({"a": masks.full(), "b": masks.causal()}, 9, 2).schedule_of("c"),
+            "one of this plan's masks: 'a', 'b'",
+        ),
+    ],
+)
+def test_bad_input_says_what_to_do(call, words):
+    with pytest.raises(FlexCPError, match=words):
+        call()
