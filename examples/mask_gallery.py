@@ -24,8 +24,9 @@ def document_lengths(tokens: int, seed: int = 0) -> list[int]:
     """Documents as long-tailed as those of real corpora, packed into `tokens`."""
     draw = random.Random(seed)
     lengths: list[int] = []
-    while (left := tokens - sum(lengths)) > 0:
-        lengths.append(min(left, 1 + int(draw.lognormvariate(math.log(600), 1.4))))
+    while tokens > 0:
+        lengths.append(min(tokens, 1 + int(draw.lognormvariate(math.log(600), 1.4))))
+        tokens -= lengths[-1]
     return lengths
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from flexcp.blocks.axis import Axis, Pyramid, measure
-from flexcp.blocks.pick import pick
+from flexcp.blocks.pick import in_parts, pick
 from flexcp.blocks.relabel import renumbered, unsorted_equalities
 from flexcp.errors import FlexCPError
 from flexcp.masks.graph import MaskGraph
 from flexcp.masks.intervals import Analysis, analyse
 from flexcp.masks.lookup import as_bound, value_extremes
 from flexcp.masks.ranges import EXACT, Range, rising_alone
+
+_TOGETHER = 1 << 14
+"""Positions at which a dear leaf is evaluated together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,8 @@ class MeasuredMask:
     """[P] or [] Values of each leaf that does not; None for one that a Range can't hold exactly."""
     groups: dict[int, Tensor] = field(repr=False)
     """int64 [P] Row of a leaf's pyramid that belongs to each plane."""
+    tables: dict[int, Tensor] = field(repr=False)
+    """[groups, S] Values of leaves that are dear to compute, if all other steps are cheap."""
 
     def ranges(self, level: int, plane: Tensor, i: Tensor, j: Tensor) -> Range:
         """What the mask can be on rectangles of 2**level x 2**level cells, as [T]."""
@@ -94,7 +99,19 @@ class MeasuredMask:
         """The mask itself, exactly, at positions; the three broadcast against each other."""
         shape = torch.broadcast_tensors(plane, q, kv)[0].shape
         b, h = pick(self.planes.b, plane), pick(self.planes.h, plane)
-        return run_mask(lambda: self.graph.evaluate(b, h, q, kv)).expand(shape)
+        given = {leaf: self._read(leaf, plane, q, kv) for leaf in self.tables}
+        wanted = (self.graph.output,)
+        return run_mask(lambda: self.graph.evaluate_nodes(wanted, b, h, q, kv, given)[0]).expand(
+            shape
+        )
+
+    def _read(self, leaf: int, plane: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """A leaf's values from its table."""
+        of_q = self.analysis.axis_of(leaf) == "q"
+        axis, positions = (self.q, q) if of_q else (self.kv, kv)
+        table = self.tables[leaf]
+        flat = positions - axis.first[0] + pick(self.groups[leaf], plane) * table.shape[1]
+        return pick(table.view(-1), flat)
 
 
 def measure_mask(graph: MaskGraph, planes: Planes, q: Axis, kv: Axis) -> MeasuredMask:
@@ -125,12 +142,48 @@ def measure_mask(graph: MaskGraph, planes: Planes, q: Axis, kv: Axis) -> Measure
             analysis, stand_ins = analysis.with_stand_ins(equality.step)
             for stand_in, side in zip(stand_ins, sides, strict=True):
                 pyramids[stand_in], groups[stand_in] = side, group
-    measured = MeasuredMask(graph, analysis, planes, q, kv, pyramids, constants, groups)
+    tables = _tables(graph, analysis, planes, q, kv)
+    measured = MeasuredMask(graph, analysis, planes, q, kv, pyramids, constants, groups, tables)
     top = max(q.levels, kv.levels) - 1
     everything = torch.arange(len(planes))
     origin = torch.zeros_like(everything)
     limited = analysis.limited(measured._leaf_ranges(top, everything, origin, origin))
-    return MeasuredMask(graph, limited, planes, q, kv, pyramids, constants, groups)
+    return replace(measured, analysis=limited)
+
+
+def _tables(
+    graph: MaskGraph, analysis: Analysis, planes: Planes, q: Axis, kv: Axis
+) -> dict[int, Tensor]:
+    """Leaves that take more than pointwise steps, at every position: computed once, not per pair.
+
+    Empty if nothing is gained, because other steps are dear as well.
+    """
+    zero = torch.zeros((), dtype=torch.int64)
+    dear = [
+        leaf
+        for leaf in analysis.leaves
+        if leaf < len(graph.nodes)
+        and analysis.axis_of(leaf)
+        and not graph.is_pointwise_beyond((leaf,), ())
+    ]
+    if not dear or not graph.is_pointwise_beyond((graph.output,), dear):
+        return {}
+    tables = {}
+    for leaf in dear:
+        b, h, _ = _groups(graph, leaf, planes)
+        on_q = analysis.axis_of(leaf) == "q"
+        positions = (q if on_q else kv).every_position()
+        parts = []
+        for at in in_parts(positions, _TOGETHER):
+            some = (at, zero) if on_q else (zero, at)
+            values = run_mask(
+                lambda some=some, leaf=leaf, b=b, h=h: graph.evaluate_nodes(  # type: ignore[misc]
+                    (leaf,), b[:, None], h[:, None], *some
+                )[0]
+            )
+            parts.append(values.expand(b.numel(), at.numel()))
+        tables[leaf] = torch.cat(parts, dim=1)
+    return tables
 
 
 def run_mask(evaluation: Callable[[], Tensor]) -> Tensor:

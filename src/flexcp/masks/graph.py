@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,7 +87,11 @@ class MaskGraph:
     @cached_property
     def is_pointwise(self) -> bool:
         """Whether every step acts on each (b, h, q, kv) alone, so that indices may broadcast."""
-        needed = [self.nodes[index] for index in self.needed((self.output,))]
+        return self.is_pointwise_beyond((self.output,), ())
+
+    def is_pointwise_beyond(self, wanted: Iterable[int], given: Container[int]) -> bool:
+        """Likewise for the steps that lead to some nodes when others are already known."""
+        needed = [self.nodes[index] for index in self.needed(wanted, given) if index not in given]
         return all(node.op is None or not node.reads or self._acts_alone(node) for node in needed)
 
     def _acts_alone(self, node: Node) -> bool:
@@ -107,28 +112,44 @@ class MaskGraph:
         return self.evaluate_nodes((self.output,), b, h, q, kv)[0]
 
     def evaluate_nodes(
-        self, wanted: tuple[int, ...], b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+        self,
+        wanted: tuple[int, ...],
+        b: Tensor,
+        h: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        given: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> tuple[Tensor, ...]:
-        """Like `evaluate`, for any nodes of the graph."""
+        """Like `evaluate`, for any nodes of the graph.
+
+        Nodes that are `given` are not computed again; the steps beyond them must be pointwise.
+        """
         inputs = (b, h, q, kv)
-        if not self.is_pointwise:
+        if not given and not self.is_pointwise:
             return self._run_each_alone(wanted, inputs)
-        found = self._run(wanted, tuple(_with_dimension(x) for x in inputs))
+        known = dict(enumerate(inputs)) | dict(given)
+        found = self._run(wanted, {i: _with_dimension(x) for i, x in known.items()}, scalar=False)
         if all(x.dim() == 0 for x in inputs):
             return tuple(x.reshape(()) for x in found)
         return found
 
-    def _run(self, wanted: tuple[int, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        values: dict[int, Tensor] = dict(enumerate(inputs))
-        for index in self.needed(wanted):
+    def _run(
+        self, wanted: tuple[int, ...], known: dict[int, Tensor], *, scalar: bool
+    ) -> tuple[Tensor, ...]:
+        """The wanted nodes from known ones; `scalar` if these have no dimensions."""
+        values = dict(known)
+        for index in self.needed(wanted, known):
             node = self.nodes[index]
+            if index in values:
+                continue
             if node.value is not None:
                 values[index] = node.value
-            elif node.op is not None:
+            else:
+                assert node.op is not None
                 args = _substitute(node.args, values)
                 kwargs = {k: _substitute(v, values) for k, v in node.kwargs.items()}
                 values[index] = _lookup(*args) if node.name == "index" else node.op(*args, **kwargs)
-            if self.is_pointwise:
+            if not scalar:
                 values[index] = _with_dimension(values[index])
         return tuple(values[index] for index in wanted)
 
@@ -141,7 +162,7 @@ class MaskGraph:
         used = [name in self.reads_of(wanted) for name in INPUTS]
 
         def mapped(*some: Tensor) -> tuple[Tensor, ...]:
-            return self._run(wanted, some)
+            return self._run(wanted, dict(enumerate(some)), scalar=True)
 
         shape = []
         for dim in reversed(range(rank)):
@@ -163,16 +184,20 @@ class MaskGraph:
             scalars.append(alone)
         return tuple(found.reshape(shape[::-1]) for found in mapped(*scalars))
 
-    def needed(self, wanted: Iterable[int]) -> list[int]:
-        """The nodes that these depend on, themselves included, in execution order."""
-        needed: set[int] = set()
+    def needed(self, wanted: Iterable[int], known: Container[int] = ()) -> list[int]:
+        """The nodes that these depend on, themselves included, in execution order.
+
+        What leads to `known` nodes is left out.
+        """
+        found: set[int] = set()
         pending = list(wanted)
         while pending:
             index = pending.pop()
-            if index not in needed:
-                needed.add(index)
-                pending.extend(self.nodes[index].operands)
-        return sorted(needed)
+            if index not in found:
+                found.add(index)
+                if index not in known:
+                    pending.extend(self.nodes[index].operands)
+        return sorted(found)
 
     def expression(self, index: int, axis: str) -> Hashable:
         """What a node computes from one axis, the same for both axes if they are treated alike."""
