@@ -93,7 +93,7 @@ def make_plan(
         shape,
         machine,
         ranks,
-        tuple((c.name, c.seconds) for c in found),
+        tuple({c.name: c.seconds for c in reversed(found)}.items())[::-1],
     )
 
 
