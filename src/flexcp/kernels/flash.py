@@ -16,7 +16,7 @@ from flexcp.kernels.interface import Gradients, Partial
 from flexcp.kernels.lanes import Lane, place, select
 from flexcp.kernels.merge import merge_into
 from flexcp.kernels.prepared import Prepared
-from flexcp.kernels.program import Program
+from flexcp.kernels.program import Piece, Program
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
 from flexcp.kernels.strips import (
@@ -24,6 +24,9 @@ from flexcp.kernels.strips import (
     Sums,
     Workspace,
     deterministic_sums,
+    keys_of,
+    n_of,
+    rows_of,
     strip_backward,
     strip_forward,
 )
@@ -166,28 +169,28 @@ def _forward_lane(
     out_n, lse_n = _by_kv_head(out, k.shape[1]), _by_kv_head(lse, k.shape[1])
     highest_n = None if highest is None else _by_kv_head(highest, k.shape[1])
     for piece in program.pieces:
-        span = slice(piece.q0, piece.q1)
         if piece.fused:
             assert fused is not None
-            keys = slice(piece.k0, piece.k1)
-            part, part_lse = fused.forward(q[:, :, span], k[:, :, keys], v[:, :, keys], scale)
-            _store(
-                out[:, :, span], lse[:, :, span], part.to(dtype), part_lse.to(dtype), piece.fresh
+            part, part_lse = fused.forward(
+                rows_of(q, piece), keys_of(k, piece), keys_of(v, piece), scale
             )
+            _store(out, lse, part.to(dtype), part_lse.to(dtype), piece)
             continue
         assert rows is not None
         assert work is not None
         for chunk in work.chunks(rows, piece):
             part, part_lse, part_max = strip_forward(rows, piece, chunk, mod, work)
-            _store(out_n[chunk, :, span], lse_n[chunk, :, span], part, part_lse, piece.fresh)
+            _store(n_of(out_n, chunk), n_of(lse_n, chunk), part, part_lse, piece)
             if highest_n is not None:
-                target = highest_n[chunk, :, span]
+                target = rows_of(n_of(highest_n, chunk), piece)
                 torch.maximum(target, part_max, out=target)
     return Partial(out, lse, highest)
 
 
-def _store(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, fresh: bool) -> None:
-    if fresh:
+def _store(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, piece: Piece) -> None:
+    """Writes a piece's result to its rows of `out` and `lse`, or merges it with what is there."""
+    out, lse = rows_of(out, piece), rows_of(lse, piece)
+    if piece.fresh:
         out.copy_(part)
         lse.copy_(part_lse)
     else:
@@ -222,14 +225,13 @@ def _backward_lane(
         for piece in program.pieces:
             if not piece.fused:
                 continue
-            span, keys = slice(piece.q0, piece.q1), slice(piece.k0, piece.k1)
             part_q, part_k, part_v = fused.backward(
-                grad_out[:, :, span], q[:, :, span], k[:, :, keys], v[:, :, keys],
-                out_typed[:, :, span], lse[:, :, span], scale,
+                rows_of(grad_out, piece), rows_of(q, piece), keys_of(k, piece), keys_of(v, piece),
+                rows_of(out_typed, piece), rows_of(lse, piece), scale,
             )  # fmt: skip
-            _accumulate(dq[:, :, span], part_q, piece.fresh)
-            dk[:, :, keys] += part_k
-            dv[:, :, keys] += part_v
+            _accumulate(rows_of(dq, piece), part_q, piece.fresh)
+            keys_of(dk, piece).add_(part_k)
+            keys_of(dv, piece).add_(part_v)
     if program.largest_strip:
         g_heads = k.shape[1]
         rows = _rows(q, k, v, scale, lane, prepared, backward=True)

@@ -83,7 +83,7 @@ def _cuda_efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tu
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, False, scale=scale
     )
-    return out, lse[:, :, : q.shape[2]]
+    return out, lse.narrow(2, 0, q.shape[2])
 
 
 def _cuda_efficient_backward(

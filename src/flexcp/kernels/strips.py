@@ -24,6 +24,22 @@ _CHUNK_PER_THREAD = 1 << 20
 _CHUNK_MOST = 1 << 24
 
 
+def n_of(x: Tensor, chunk: slice) -> Tensor:
+    """The part of dimension 0 that a chunk covers."""
+    start: int = chunk.start
+    return x.narrow(0, start, chunk.stop - start)
+
+
+def rows_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
+    """The query rows of a piece."""
+    return x.narrow(dim, piece.q0, piece.rows)
+
+
+def keys_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
+    """The keys of a piece."""
+    return x.narrow(dim, piece.k0, piece.keys)
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """The tensors of a lane, with its heads laid out for batched products."""
@@ -43,7 +59,7 @@ class Rows:
 
     def q_of(self, chunk: slice, piece: Piece) -> Tensor:
         """The rows of a piece, [N, R*T, D]; a view unless key heads are shared."""
-        q = self.q_NRLD[chunk, :, piece.q0 : piece.q1]
+        q = rows_of(n_of(self.q_NRLD, chunk), piece)
         return q.reshape(q.shape[0], -1, q.shape[-1])
 
 
@@ -76,7 +92,7 @@ class Workspace:
         size = 1
         for n in shape:
             size *= n
-        return self._blocks[which][:size].view(shape)
+        return self._blocks[which].narrow(0, 0, size).view(shape)
 
     def chunks(self, rows: Rows, piece: Piece) -> Iterator[slice]:
         """The n of a piece in groups that fit."""
@@ -93,8 +109,8 @@ def strip_forward(
     `out` lies in scratch memory, valid until the next strip.
     """
     q = rows.q_of(chunk, piece)
-    k = rows.k_NLD[chunk, piece.k0 : piece.k1]
-    v = rows.v_NLD[chunk, piece.k0 : piece.k1]
+    k = keys_of(n_of(rows.k_NLD, chunk), piece, 1)
+    v = keys_of(n_of(rows.v_NLD, chunk), piece, 1)
     n, r = q.shape[0], rows.q_NRLD.shape[1]
     scores = work.block(0, n, q.shape[1], piece.keys)
     torch.bmm(q, k.transpose(1, 2), out=scores)
@@ -162,12 +178,12 @@ def strip_backward(
         sums: what to add to.
     """
     q = rows.q_of(chunk, piece)
-    k = rows.k_NLD[chunk, piece.k0 : piece.k1]
-    v = rows.v_NLD[chunk, piece.k0 : piece.k1]
+    k = keys_of(n_of(rows.k_NLD, chunk), piece, 1)
+    v = keys_of(n_of(rows.v_NLD, chunk), piece, 1)
     n, r = q.shape[0], rows.q_NRLD.shape[1]
 
     def of_piece(x: Tensor) -> Tensor:
-        part = x[chunk, :, piece.q0 : piece.q1]
+        part = rows_of(n_of(x, chunk), piece)
         return part.reshape(n, r * piece.rows, -1)
 
     grad_out, lse = of_piece(grad_out_NRLD), of_piece(lse_NRL)
@@ -196,7 +212,7 @@ def strip_backward(
         weights.exp_()
     grad_v = work.block(2, *v.shape)
     torch.bmm(weights.transpose(1, 2), grad_out, out=grad_v)
-    sums.v_NLD[chunk, piece.k0 : piece.k1].add_(grad_v)
+    keys_of(n_of(sums.v_NLD, chunk), piece, 1).add_(grad_v)
     # The scores are still needed where a score_mod is to be differentiated at them.
     other = 0 if weights.data_ptr() == work.block(1, 1).data_ptr() else 1
     grad_scores = work.block(other, *scores.shape)
@@ -208,11 +224,11 @@ def strip_backward(
         grad_scores = grad_scores.reshape(scores.shape)
     grad_k = work.block(2, *k.shape)
     torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k)
-    sums.k_NLD[chunk, piece.k0 : piece.k1].add_(grad_k)
+    keys_of(n_of(sums.k_NLD, chunk), piece, 1).add_(grad_k)
     assert rows.k_scaled_NLD is not None
     grad_q = work.block(2, *q.shape)
-    torch.bmm(grad_scores, rows.k_scaled_NLD[chunk, piece.k0 : piece.k1], out=grad_q)
-    target = sums.q_NRLD[chunk, :, piece.q0 : piece.q1]
+    torch.bmm(grad_scores, keys_of(n_of(rows.k_scaled_NLD, chunk), piece, 1), out=grad_q)
+    target = rows_of(n_of(sums.q_NRLD, chunk), piece)
     if piece.fresh:
         target.copy_(grad_q.view(target.shape))
     else:
@@ -222,10 +238,10 @@ def strip_backward(
 def _modified(rows: Rows, piece: Piece, chunk: slice, mod: ScoreMod, tile: Tensor) -> Tensor:
     return mod.apply(
         tile,
-        rows.b_N[chunk],
-        rows.h_NR[chunk],
-        rows.q_positions[piece.q0 : piece.q1],
-        rows.kv_positions[piece.k0 : piece.k1],
+        n_of(rows.b_N, chunk),
+        n_of(rows.h_NR, chunk),
+        rows_of(rows.q_positions, piece, 0),
+        keys_of(rows.kv_positions, piece, 0),
     )
 
 
@@ -234,7 +250,7 @@ def _forbid(scores: Tensor, piece: Piece) -> None:
     if piece.forbidden:
         tile = scores.view(-1, piece.rows, piece.keys)
         for edge in piece.forbidden:
-            tile[:, :, edge.c0 : edge.c1].add_(edge.bias(scores.dtype, scores.device))
+            tile.narrow(2, edge.c0, edge.c1 - edge.c0).add_(edge.bias(scores.dtype, scores.device))
 
 
 def _forbid_modified(scores: Tensor, piece: Piece) -> None:
@@ -242,7 +258,9 @@ def _forbid_modified(scores: Tensor, piece: Piece) -> None:
     if piece.forbidden:
         tile = scores.view(-1, piece.rows, piece.keys)
         for edge in piece.forbidden:
-            tile[:, :, edge.c0 : edge.c1].masked_fill_(edge.pairs.to(scores.device), -torch.inf)
+            tile.narrow(2, edge.c0, edge.c1 - edge.c0).masked_fill_(
+                edge.pairs.to(scores.device), -torch.inf
+            )
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.flex import flex_forward
 from flexcp.kernels.interface import allowed_pairs
 from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.reference import accumulation_dtype, dense_attention
@@ -18,7 +19,7 @@ from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
 from flexcp.runtime.autograd import Attention, Call
 from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.compiled import compiled_attention
-from flexcp.runtime.planning import MaskLike, prepare
+from flexcp.runtime.planning import MaskLike, as_grid, prepare
 from flexcp.runtime.traced import traced_attention
 
 
@@ -81,6 +82,12 @@ def flex_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     wants_max = return_aux is not None and return_aux.max_scores
     kernel = _asked_for(kernel_options)
+    if torch.compiler.is_compiling() and kernel in ("flex", "reference"):
+        raise FlexCPError(
+            "a kernel that can be part of a compiled graph",
+            repr(kernel),
+            "leave it out inside torch.compile, or call it outside",
+        )
     if torch.compiler.is_compiling() and score_mod is None:
         out, lse, highest = compiled_attention(
             query, key, value, block_mask, scale, sinks, wants_max, kernel
@@ -88,7 +95,6 @@ def flex_attention(
     elif torch.compiler.is_compiling() and score_mod is not None:
         out, lse, highest = traced_attention(query, key, value, score_mod, block_mask, scale, sinks)
     else:
-        prepared = prepare(block_mask, query, key)
         choice = choose(
             query,
             value,
@@ -97,9 +103,25 @@ def flex_attention(
             is_one_rectangle=block_mask is None,
             kernel=kernel,
         )
-        out, lse, highest = _run(
-            choice, prepared, query, key, value, score_mod, scale, sinks, wants_max
-        )
+        if choice.kernel == "flex":
+            grid = None if block_mask is None else as_grid(block_mask, query, key)
+            out, lse, most = flex_forward(
+                query,
+                key,
+                value,
+                grid,
+                scale=scale,
+                score_mod=score_mod,
+                sinks=sinks,
+                max_scores=wants_max,
+                options={k: v for k, v in (kernel_options or {}).items() if k != "kernel"},
+            )
+            highest = query.new_empty(0) if most is None else most
+        else:
+            prepared = prepare(block_mask, query, key)
+            out, lse, highest = _run(
+                choice, prepared, query, key, value, score_mod, scale, sinks, wants_max
+            )
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, highest if wants_max else None)
     return (out, lse) if return_lse else out

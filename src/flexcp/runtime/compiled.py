@@ -84,7 +84,8 @@ def _call(
     if mask != _NO_MASK:
         block_mask = _constants[mask] if token is None else owner_of(token)
     prepared: Prepared = prepare(block_mask, q, k)
-    choice = choose(q, v, max_scores=wants_max, is_one_rectangle=block_mask is None, kernel=kernel)
+    # Not "flex", the default on CUDA: it would have to be compiled into the graph by itself.
+    choice = choose(q, v, max_scores=wants_max, kernel="flash" if kernel is None else kernel)
     return Call(prepared, scale, choice.fused, None, wants_max)
 
 

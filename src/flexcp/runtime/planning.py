@@ -28,7 +28,7 @@ def prepare(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> Prepared
     if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
         return _full(query.shape[2], key.shape[2])
     with _outside_of_transforms():
-        return prepared_for(_grid(block_mask, query, key))
+        return prepared_for(as_grid(block_mask, query, key))
 
 
 def _outside_of_transforms() -> AbstractContextManager[object]:
@@ -46,7 +46,8 @@ def _full(q_len: int, kv_len: int) -> Prepared:
     return Prepared(full_shapes(q_len, kv_len))
 
 
-def _grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
+def as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
+    """The grid of whatever is passed as a mask, kept with it."""
     if isinstance(block_mask, BlockGrid):
         grid = block_mask
     elif isinstance(block_mask, BlockMask):

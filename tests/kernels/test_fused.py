@@ -1,0 +1,100 @@
+"""The fused ops: the CPU op on numbers, the CUDA ops on shapes, types and signatures."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flexcp
+from flexcp import masks
+from flexcp.kernels import flash
+from flexcp.kernels.flex import flex_forward
+from flexcp.kernels.fused import CPU_FLASH, CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, FusedOp
+from flexcp.kernels.interface import causal_shapes
+from flexcp.kernels.prepared import Prepared
+from flexcp.kernels.reference import dense_attention
+from flexcp.testing.tolerance import assert_close
+from kernels.cases import Problem, loss, problem
+
+
+@pytest.mark.parametrize("dim", [1, 3, 17, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_cpu_op_is_exact_on_rectangles_of_any_head_dim(dim: int, dtype: torch.dtype) -> None:
+    p = problem(batch=1, heads=4, kv_heads=2, q_len=70, kv_len=130, dim=dim, dtype=dtype)
+    wide = Problem(*(x.detach().double().requires_grad_() for x in p.inputs))
+    expected = wide.expected(None, scale=0.1)
+    q, k, v = (x.detach() for x in p.inputs)
+    out, lse = CPU_FLASH.forward(q, k, v, 0.1)
+    assert_close(out, expected.out)
+    assert_close(lse, expected.lse)
+    grad_out = torch.autograd.grad(loss(expected.out), expected.out)[0].to(dtype)
+    grads = torch.autograd.grad(expected.out, wide.inputs, grad_out.double())
+    for found, wanted in zip(
+        CPU_FLASH.backward(grad_out, q, k, v, out, lse, 0.1), grads, strict=True
+    ):
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("op", [CUDA_FLASH, CUDA_EFFICIENT, CUDA_CUDNN], ids=lambda op: op.name)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_cuda_ops_take_and_return_what_the_contract_says(op: FusedOp, kv_heads: int) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device="cuda")
+        k, v = (
+            torch.empty(2, kv_heads, 300, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)
+        )
+        assert op.refuses(q, v) is None
+        out, lse = op.forward(q, k, v, 0.125)
+        assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "cuda")
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        for x, grad in zip((q, k, v), op.backward(out, q, k, v, out, lse, 0.125), strict=True):
+            assert (grad.shape, grad.dtype, grad.device.type) == (x.shape, x.dtype, "cuda")
+
+
+def test_strips_run_on_any_device_that_torch_has() -> None:
+    prepared = Prepared(causal_shapes(700))
+    q, k = (torch.empty(1, heads, 700, 64, dtype=torch.float16, device="meta") for heads in (4, 2))
+    found = flash.forward(q, k, k, prepared, scale=0.125, fused=None)
+    assert (found.out.shape, found.out.dtype) == (q.shape, torch.float32)
+    grads = flash.backward(
+        found.out.half(), q, k, k, found.out, found.lse, prepared, scale=0.125, fused=None
+    )
+    assert (grads.k.shape, grads.k.device.type) == (k.shape, "meta")
+
+
+def test_what_an_op_cant_take_is_said() -> None:
+    cpu = torch.zeros(1, 1, 4, 300)
+    assert CUDA_FLASH.refuses(cpu, cpu) == "CUDA flash runs on cuda, not on cpu"
+    with FakeTensorMode():
+        wide = torch.empty(1, 1, 4, 300, device="cuda")
+        assert CUDA_FLASH.refuses(wide, wide) == "CUDA flash does not take torch.float32"
+        assert CUDA_FLASH.refuses(wide.half(), wide.half()) == (
+            "CUDA flash takes head dims up to 256"
+        )
+
+
+def test_the_flex_kernel_hands_torch_the_mask_the_positions_and_the_sinks() -> None:
+    """On torch's eager FlexAttention, which has the compiled one's signature."""
+    from torch.nn.attention.flex_attention import flex_attention as eager
+
+    def attend(*arguments, **keywords):  # type: ignore[no-untyped-def]
+        out, lse = eager(*arguments[:7], return_lse=True)
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse)
+
+    def score_mod(score, b, h, q, kv):  # type: ignore[no-untyped-def]
+        return score + 0.01 * q - 0.02 * kv
+
+    p = problem(q_len=128, kv_len=256, dtype=torch.float32, sinks=True)
+    q, k, v, sinks = (x.detach() for x in p.inputs)
+    grid = flexcp.build_block_grid(masks.causal(), 256).window(rows=range(1, 2))
+    out, lse, _ = flex_forward(
+        q, k, v, grid, scale=0.3, score_mod=score_mod, sinks=sinks, attend=attend
+    )
+    rows, keys = torch.arange(128, 256), torch.arange(256)
+    expected = dense_attention(
+        q, k, v, allowed=rows[:, None] >= keys, score_mod=score_mod, sinks=sinks, scale=0.3,
+        q_positions=rows, kv_positions=keys,
+    )  # fmt: skip
+    assert_close(out, expected.out)
+    assert_close(lse, expected.lse)
