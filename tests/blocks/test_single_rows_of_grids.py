@@ -21,7 +21,7 @@ def cases(draw):
 
 
 @given(cases(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_areas_of_single_rows_are_those_of_the_dense_mask(case, data):
     mask, length, heads, block = case
     grid = build_block_grid(mask, length, block_size=block, heads=heads)
@@ -36,7 +36,7 @@ def test_areas_of_single_rows_are_those_of_the_dense_mask(case, data):
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_neighbours_are_strangers_if_no_head_links_them(case):
     mask, length, heads, block = case
     grid = build_block_grid(mask, length, block_size=block, heads=heads)

@@ -159,7 +159,15 @@ def test_a_machine_can_be_measured():
         ),
         (
             lambda: make_plan(masks.document(lengths=[30, 20]), 100, 4),
-            "a mask for seq_len=100",
+            "a mask for seq_len=100.*in a tensor of 50",
+        ),
+        (
+            lambda: make_plan(masks.document(lengths=[90, 20]) & masks.causal(), 100, 4),
+            "a mask for seq_len=100.*in a tensor of 110",
+        ),
+        (
+            lambda: make_plan(masks.document(torch.zeros(2, 100).long()), 100, 4, batch=3),
+            "a mask for seq_len=100, batch=3",
         ),
         (
             lambda: make_plan(flexcp.build_block_grid(masks.causal(), 64), 100, 4),

@@ -10,12 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from flexcp import build_block_grid
+from flexcp import FlexCPError, build_block_grid
 from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
 from flexcp.plan import make_plan
 from flexcp.plan.choose import LAYOUTS
+from flexcp.plan.planner import _require_length
 from flexcp.schedule import SCHEDULES
 from flexcp.testing.strategies import mask_trees
+
+
+def fits(length):
+    """Only masks whose tables are as long as the sequence: plans refuse others."""
+
+    def check(mask):
+        try:
+            _require_length(mask, length)
+        except FlexCPError:
+            return False
+        return True
+
+    return check
 
 
 @st.composite
@@ -24,7 +38,7 @@ def problems(draw):
     batch = draw(st.integers(1, 2))
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 2))
-    mask = draw(mask_trees(length, batch=batch, heads=heads))
+    mask = draw(mask_trees(length, batch=batch, heads=heads).filter(fits(length)))
     block = draw(st.sampled_from([1, 3, 8, 16, 128]))
     return mask, length, batch, heads, kv_heads, block
 
@@ -81,7 +95,7 @@ def play(plan, bits):
 
 
 @given(problems(), st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_allowed_pair_is_computed_once_under_every_layout_and_schedule(problem, data):
     mask, length, batch, heads, kv_heads, block = problem
     outer, inner = data.draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (1, 3), (5, 1)]))
@@ -110,7 +124,7 @@ def test_every_allowed_pair_is_computed_once_under_every_layout_and_schedule(pro
 
 
 @given(problems(), st.integers(1, 6), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_rows_needed_are_exactly_those_that_some_query_sees(problem, ranks, data):
     mask, length, batch, heads, _, block = problem
     layout = data.draw(random_layouts(length, ranks, batch))
@@ -135,7 +149,7 @@ def test_rows_needed_are_exactly_those_that_some_query_sees(problem, ranks, data
 
 
 @given(problems(), st.integers(1, 7))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_balanced_layouts_give_ranks_token_counts_within_a_block(problem, ranks):
     mask, length, batch, heads, _, block = problem
     grid = build_block_grid(mask, length, block_size=block, batch=batch, heads=heads)

@@ -34,8 +34,8 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Both passes."""
-        return self.forward + self.backward
+        """Both passes; to nine digits, so that ties are ties on every machine."""
+        return float(f"{self.forward + self.backward:.9g}")
 
 
 def price(schedule: Schedule, load: Load, machine: Machine, shape: AttentionShape) -> Cost:

@@ -10,7 +10,8 @@ import torch
 from flexcp.blocks import BlockGrid, build_block_grid
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
-from flexcp.masks import Mask, as_mask
+from flexcp.masks import Mask, as_mask, trace_mask
+from flexcp.masks.graph import INPUTS, Ref
 from flexcp.masks.trace import MaskMod
 from flexcp.plan.choose import LAYOUTS, Problem, search
 from flexcp.plan.machine import Machine
@@ -122,6 +123,7 @@ def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> Bl
             )
         return mask if got == wanted else _expanded(mask, shape)
     mask = as_mask(mask)
+    _require_length(mask, seq_len)
     try:
         return build_block_grid(
             mask, seq_len, block_size=block_size, batch=shape.batch, heads=shape.num_heads
@@ -134,6 +136,25 @@ def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> Bl
             f"{mask.name!r}, which captures a smaller tensor ({error.got})",
             "pass the length that the mask's document ids or other tensors have",
         ) from error
+
+
+def _require_length(mask: Mask, seq_len: int) -> None:
+    """Tensors that a mask indexes by position have to be as long as the sequence."""
+    graph = trace_mask(mask.mask_mod)
+    positions = {INPUTS.index("q"), INPUTS.index("kv")}
+    for node in graph.nodes:
+        if node.name != "index" or not isinstance(node.args[0], Ref):
+            continue
+        table = graph.nodes[node.args[0].node]
+        for size, index in zip(table.shape, node.args[1], strict=False):
+            by_position = isinstance(index, Ref) and index.node in positions
+            if table.is_constant and by_position and size != seq_len:
+                raise FlexCPError(
+                    f"a mask for seq_len={seq_len}",
+                    f"{mask.name!r}, which looks positions up in a tensor of {size}",
+                    "pass the length that the mask was made for, or cut its document ids or other "
+                    "tensors to the sequence",
+                )
 
 
 def _expanded(grid: BlockGrid, shape: AttentionShape) -> BlockGrid:
