@@ -6,7 +6,7 @@ from kernels.cases import loss, problem
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs
 
-from flexcp.compat._attention import AuxRequest, flex_attention
+from flexcp.compat.flex_attention import AuxRequest, flex_attention
 from flexcp.kernels.reference import dense_attention, dense_mask
 from flexcp.testing.tolerance import assert_close
 
@@ -188,3 +188,14 @@ def test_results_are_those_of_torchs_eager_function() -> None:
 
     expected = dense_attention(Q, Q, Q, allowed=torch.ones(256, 256).tril().bool(), score_mod=bias)
     assert_close(flex_attention(Q, Q, Q, bias, mask), expected.out)
+
+
+def test_a_block_mask_that_is_changed_after_a_call_is_planned_again() -> None:
+    mask = create_block_mask(causal, None, None, 128, 128, **DEVICE)
+    _check(mask, torch.ones(128, 128).tril().bool(), q_len=128)
+    mask.mask_mod = lambda b, h, q, kv: q == kv
+    _check(mask, torch.eye(128).bool(), q_len=128)
+    mask.kv_num_blocks.zero_()
+    if mask.full_kv_num_blocks is not None:
+        mask.full_kv_num_blocks.zero_()
+    _check(mask, torch.zeros(128, 128).bool(), q_len=128)

@@ -19,10 +19,23 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexcp.blocks import build_block_grid
+from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 from flexcp.eager import planning
 from flexcp.masks import Mask, MaskMod
+from flexcp.tokens import new_token
 
-__all__ = ["BlockMask", "and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "FlexKernelOptions",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+]
 
 
 @planning
@@ -83,6 +96,7 @@ def create_block_mask(
     )
     if compute_dq_write_order:
         _add_dq_write_order(block_mask, dq_kv_order)
+    vars(block_mask)["token"] = new_token(block_mask)  # one compiled graph runs all of them
     return block_mask
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -51,9 +52,7 @@ def as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
     if isinstance(block_mask, BlockGrid):
         grid = block_mask
     elif isinstance(block_mask, BlockMask):
-        kept = vars(block_mask).get("_flexcp_grid")
-        grid = kept if isinstance(kept, BlockGrid) else BlockGrid.from_block_mask(block_mask)
-        vars(block_mask)["_flexcp_grid"] = grid
+        grid = _grid_of_block_mask(block_mask)
     elif callable(block_mask):
         return _grid_of_mask(block_mask, query, key)
     else:
@@ -66,6 +65,49 @@ def as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
         query, key, q_len=grid.q_len, kv_len=grid.kv_len, batch=grid.batch, heads=grid.heads
     )
     return grid
+
+
+def _grid_of_block_mask(block_mask: BlockMask) -> BlockGrid:
+    """Kept with the BlockMask, unless its fields have been changed since."""
+    state = _state(block_mask)
+    kept = vars(block_mask).get("_flexcp_grid")
+    if kept is not None and all(a is b or a == b for a, b in zip(kept[0], state, strict=True)):
+        grid: BlockGrid = kept[1]
+        return grid
+    grid = BlockGrid.from_block_mask(block_mask)
+    vars(block_mask)["_flexcp_grid"] = (state, grid)
+    return grid
+
+
+def _state(block_mask: BlockMask) -> tuple[object, ...]:
+    """What the grid of a BlockMask depends on; tensors by identity and version."""
+    tensors = (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+    return (
+        block_mask.mask_mod,
+        tuple(block_mask.seq_lengths),
+        tuple(block_mask.BLOCK_SIZE),
+        *(_Known(x, None if x is None or x.is_inference() else x._version) for x in tensors),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    tensor: Tensor | None
+    version: int | None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Known)
+            and self.tensor is other.tensor
+            and self.version == other.version
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _grid_of_mask(mask: Mask | Callable[..., Tensor], query: Tensor, key: Tensor) -> BlockGrid:
