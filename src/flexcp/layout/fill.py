@@ -28,8 +28,9 @@ _UNDER = 100
 """A rank at the border of two large groups may stay below its share, as long as that makes the
 others' larger by no more than this fraction."""
 _FEWER, _CLOSE = 8, 200
-"""Token counts may differ by a block, and by this fraction of the mean, if work would otherwise be
-off by more than that fraction."""
+"""Token counts may be lower by most of a block, and by the first fraction of the mean, where work
+would otherwise be off by more than the second. Few ranks have rows that heavy, so that the others'
+counts need to be only a little higher."""
 _TOLERANCE = 4096
 """Cuts fall on rounder numbers as long as that costs less than this fraction of the mean work."""
 
@@ -54,16 +55,17 @@ def fold(work: Work, ranks: int, *, exact_counts: bool = False) -> Layout:
     most = left * (_UNDER + 1) // _UNDER // ranks
     pieces: list[tuple[int, int, int]] = []
     even, ceiling = work.seq_len // ranks, -(-work.seq_len // ranks)
-    slack = 0 if exact_counts else min((work.block - 1) // 2, even // _FEWER)
+    fewer = 0 if exact_counts else min((work.block - 1) * 7 // 8, even // _FEWER)
+    more = min(work.block - 1 - fewer, fewer)
     rows = work.seq_len
     for rank in range(ranks):
         rest = ranks - rank - 1
         own = filling.fill(rows // (rest + 1), left // (rest + 1), left - most * rest)
         limits = (
-            max(even - slack, rows - rest * (ceiling + slack)),
-            min(ceiling + slack, rows - rest * (even - slack)),
+            max(even - fewer, rows - rest * (ceiling + more)),
+            min(ceiling + more, rows - rest * (even - fewer)),
         )
-        if slack:
+        if fewer:
             own = filling.adjust(own, left // (rest + 1), limits)
         left -= sum(unit.area for unit in own)
         rows -= sum(unit.tokens for unit in own)

@@ -40,6 +40,8 @@ _DENSE = 0.2
 
 _CHUNKS, _MOST_LINES = 8, 1 << 21
 """Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
+_RING = 128
+"""Groups up to which a ring is tried: it is never much better than an exchange."""
 _FLAT = 1.001
 """Ranks that are as even as this need no other layout to be more so."""
 _EVEN = 1.015
@@ -135,7 +137,7 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     ready = {name: _Prepared.of(grid, chosen, schedule) for name, grid in problem.grids.items()}
     found: list[Candidate] = []
     for inner in splits:
-        if not found or not _cannot_win(problem, found, inner):
+        if not found or not _cannot_win(problem, found, ready, inner):
             found.extend(_options(problem, chosen, ready, inner, schedule))
     found.sort(key=lambda c: c.seconds)
     inner = next(iter(found[0].schedules.values())).inner
@@ -146,8 +148,8 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     if layout == "auto":
         for other in _other_layouts(problem, chosen, ready):
             ready = {name: _Prepared.of(g, other, schedule) for name, g in problem.grids.items()}
-            for split in dict.fromkeys((1, inner)):
-                if split in splits:
+            for split in dict.fromkeys((inner, 1)):
+                if split in splits and not _cannot_win(problem, found, ready, split):
                     found.extend(_options(problem, other, ready, split, schedule))
     return sorted(found, key=lambda c: c.seconds)
 
@@ -252,7 +254,7 @@ def _splits(problem: Problem, schedule: str) -> list[int]:
     near = min(problem.machine.ranks_per_node, size)
     splits = [n for n in range(2, min(size, heads) + 1) if size % n == 0]
     # Splits that stay on a node first: if they are good, the others need not be tried.
-    return [1, *sorted(splits, key=lambda n: (n > near, -n if n <= near else n))]
+    return [*sorted(splits, key=lambda n: (n > near, -n if n <= near else n)), 1]
 
 
 def _options(
@@ -311,22 +313,34 @@ def _schedules(
         return
     name = "hybrid" if inner > 1 or schedule == "hybrid" else "exchange"
     needs = prepared.needs if inner == 1 else prepared.needs.grouped(groups, inner)
-    yield make(name, inner=inner, needs=needs)
+    plain = make(name, inner=inner, needs=needs)
+    yield plain
     if schedule not in ("auto", "hybrid") or groups.ranks == 1:
         return
     # Nothing beats an all-gather like gathering only what is needed.
-    yield make(name, inner=inner, needs=needs, keep=True)
+    yield plain.keeping()
     yield make(name, inner=inner, needs=needs, keep=True, at_once=True)
     dense = float(needs.received.sum()) > _DENSE * groups.rows * max(1, groups.ranks - 1)
-    if dense:
+    if dense and groups.ranks <= _RING:
         yield make("ring" if name == "exchange" else name, inner=inner, between="ring")
 
 
-def _cannot_win(problem: Problem, found: Sequence[Candidate], inner: int) -> bool:
-    """Whether sharing heads can't be cheaper than the best so far."""
+def _cannot_win(
+    problem: Problem, found: Sequence[Candidate], ready: Mapping[str, _Prepared], inner: int
+) -> bool:
+    """Whether a split can't be cheaper than the best so far, whatever its schedule."""
     best = min(found, key=lambda c: c.seconds)
     shape, machine = problem.shape, problem.machine
     share = problem.seq_len / problem.ranks.size * shape.batch
+    if inner == 1:
+        # Rows that come from other nodes, once forward and once as gradients.
+        near = min(machine.ranks_per_node, problem.ranks.size) * share / shape.batch
+        rows = sum(
+            max(0.0, float(p.needs.received.max()) - near) for p in ready.values() if p.needs
+        )
+        row = shape.kv_bytes(shape.num_kv_heads) * shape.batch
+        wire = 2 * rows * row / machine.inter_bandwidth
+        return max(wire, best.compute * 0.98 + (1 - machine.hidden) * wire) >= best.seconds
     moved = share * (inner - 1) / inner * shape.q_bytes(shape.num_heads) * 4
     near = min(inner, machine.ranks_per_node)
     far = (inner - near) / (inner - 1)

@@ -49,8 +49,10 @@ def price(schedule: Schedule, load: Load, machine: Machine, shape: AttentionShap
     before, after = _swaps(schedule, machine, shape, place)
     seconds = []
     compute = 0.0
+    pairs: Tensor | None = None
     for what, factor in ((schedule.forward, 1.0), (schedule.backward, machine.backward)):
-        pairs = load.of_tasks(what.work, what.rounds)
+        if pairs is None or what.work is not schedule.forward.work:
+            pairs = load.of_tasks(what.work, what.rounds)
         work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
         compute += float(work.sum(0).max())
         seconds.append(_play(what, work, links))

@@ -15,13 +15,11 @@ from flexcp.schedule.needs import Needs
 from flexcp.schedule.rounds import Pass, Tasks, Transfers
 
 
-def exchange(needs: Needs, *, keep: bool = False, at_once: bool = False) -> tuple[Pass, Pass]:
+def exchange(needs: Needs, *, at_once: bool = False) -> tuple[Pass, Pass]:
     """Forward and backward.
 
     Args:
         needs: Who needs what.
-        keep: Keep what forward received, so that backward only sends gradients home. That needs
-            memory for all of these rows, like an all-gather, but not for more.
         at_once: Fetch everything in one round before any work, as an all-gather does.
     """
     layout = needs.layout
@@ -33,8 +31,7 @@ def exchange(needs: Needs, *, keep: bool = False, at_once: bool = False) -> tupl
     moves = Transfers.ordered(number, owner, user, start, stop)
     work = Tasks.after(moves, Tasks.of_layout(layout))
     rounds = int(moves.round.max()) + 1 if len(moves) else 1
-    again = Transfers.none() if keep else moves
-    return Pass(rounds, moves, work), Pass(rounds, again, work, moves.reversed())
+    return Pass(rounds, moves, work), Pass(rounds, moves, work, moves.reversed())
 
 
 def _rounds(distance: Tensor, user: Tensor, rows: Tensor, ranks: int, limit: int) -> Tensor:

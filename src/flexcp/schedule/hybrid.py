@@ -42,7 +42,8 @@ def make_schedule(
         num_kv_heads: Key-value heads; as many as query heads if not given.
         inner: For hybrid: how many consecutive ranks share the heads.
         between: For hybrid: what runs between groups.
-        keep: For exchange: keep what forward received for backward.
+        keep: For exchange: keep what forward received for backward, which then only sends gradients
+            home. That needs memory for these rows, like an all-gather, but not for more.
         at_once: For exchange: fetch everything before any work.
         needs: Who needs what between groups, if known.
 
@@ -69,14 +70,14 @@ def make_schedule(
         )
     groups = grouped(layout, inner)
     if between == "exchange":
-        forward, backward = exchange(needs or Needs.of(grids, groups), keep=keep, at_once=at_once)
+        forward, backward = exchange(needs or Needs.of(grids, groups), at_once=at_once)
     elif between == "ring":
         forward, backward = ring(groups)
     elif between == "allgather":
         forward, backward = allgather(groups)
     else:
         forward, backward = ulysses(groups)
-    return Schedule(
+    schedule = Schedule(
         name,
         layout,
         groups,
@@ -85,5 +86,6 @@ def make_schedule(
         forward,
         backward,
         between=between,
-        keeps_kv=between == "allgather" or (between == "exchange" and keep),
+        keeps_kv=between == "allgather",
     )
+    return schedule.keeping() if keep and between == "exchange" else schedule

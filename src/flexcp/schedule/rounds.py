@@ -11,7 +11,7 @@ With heads split over the ranks of a group (`inner` > 1), the tables speak of gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -50,12 +50,12 @@ class Transfers:
         cls, round_: Tensor, source: Tensor, target: Tensor, start: Tensor, stop: Tensor
     ) -> Transfers:
         """Sorts lines, and joins those that continue each other."""
-        order = torch.argsort(start, stable=True)
-        for key in (source, target, round_):
-            order = order[torch.argsort(key[order], stable=True)]
+        if round_.numel() == 0:
+            return cls(round_, source, target, start, stop)
+        ranks = int(torch.maximum(source, target).max()) + 1
+        key = ((round_ * ranks + target) * ranks + source) * (int(start.max()) + 1) + start
+        order = torch.argsort(key)
         columns = [x[order] for x in (round_, source, target, start, stop)]
-        if order.numel() == 0:
-            return cls(*columns)
         same = torch.stack([c.diff() == 0 for c in columns[:3]]).all(0)
         opens = torch.ones(order.numel(), dtype=torch.bool)
         opens[1:] = ~(same & (columns[3][1:] == columns[4][:-1]))
@@ -180,6 +180,11 @@ class Schedule:
         """The ranks of the group of a rank: they swap rows for heads before and after."""
         first = rank // self.inner * self.inner
         return range(first, first + self.inner)
+
+    def keeping(self) -> Schedule:
+        """The same, but what forward received is kept for backward, which then moves none."""
+        backward = replace(self.backward, moves=Transfers.none())
+        return replace(self, backward=backward, keeps_kv=True)
 
     def steps(self, rank: int, direction: Literal["forward", "backward"]) -> tuple[Step, ...]:
         """What one rank does, round by round."""
