@@ -165,7 +165,7 @@ def _forward_lane(
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     highest = q.new_full(q.shape[:3], -torch.inf, dtype=dtype) if want_max else None
     rows = _rows(q, k, v, scale, lane, prepared, backward=False) if program.largest_strip else None
-    work = Workspace(rows, program) if rows is not None else None
+    work = None if rows is None else Workspace(rows, program, scored=False)
     out_n, lse_n = _by_kv_head(out, k.shape[1]), _by_kv_head(lse, k.shape[1])
     highest_n = None if highest is None else _by_kv_head(highest, k.shape[1])
     for piece in program.pieces:
@@ -235,7 +235,7 @@ def _backward_lane(
     if program.largest_strip:
         g_heads = k.shape[1]
         rows = _rows(q, k, v, scale, lane, prepared, backward=True)
-        work = Workspace(rows, program)
+        work = Workspace(rows, program, scored=mod is not None)
         grads_n = _by_kv_head(grad_out.to(dtype), g_heads)
         minus_delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1).neg_()
         if grad_lse is not None:

@@ -64,12 +64,12 @@ class Rows:
 
 
 class Workspace:
-    """Blocks of memory, used again by every piece of a call: two for scores, one for a product.
+    """Blocks of memory, used again by every piece of a call: for a product, and for scores.
 
     Allocating them anew each time would cost as much as a matrix product.
     """
 
-    def __init__(self, rows: Rows, program: Program) -> None:
+    def __init__(self, rows: Rows, program: Program, *, scored: bool) -> None:
         n, r = rows.q_NRLD.shape[:2]
         largest = program.largest_strip
         most = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _CHUNK_MOST)
@@ -80,7 +80,7 @@ class Workspace:
             for piece in program.pieces
             if not piece.fused
         )
-        sizes = (self.size, self.size, product)
+        sizes = (product, self.size, self.size, *([self.size] if scored else []))
         self._blocks = [rows.k_NLD.new_empty(size) for size in sizes]
 
     def _step(self, rows: Rows, piece: Piece) -> int:
@@ -88,7 +88,7 @@ class Workspace:
         return min(n, max(1, self.size // (r * piece.rows * piece.keys)))
 
     def block(self, which: int, *shape: int) -> Tensor:
-        """Uninitialised memory of some shape, in block 0 or 1 (scores) or 2 (a product)."""
+        """Uninitialised memory of some shape: block 0 is for a product, the others for scores."""
         size = 1
         for n in shape:
             size *= n
@@ -112,7 +112,7 @@ def strip_forward(
     k = keys_of(n_of(rows.k_NLD, chunk), piece, 1)
     v = keys_of(n_of(rows.v_NLD, chunk), piece, 1)
     n, r = q.shape[0], rows.q_NRLD.shape[1]
-    scores = work.block(0, n, q.shape[1], piece.keys)
+    scores = work.block(1, n, q.shape[1], piece.keys)
     torch.bmm(q, k.transpose(1, 2), out=scores)
     if mod is None:
         _forbid(scores, piece)
@@ -121,17 +121,17 @@ def strip_forward(
         scores = _modified(rows, piece, chunk, mod, tile).reshape(scores.shape)
         _forbid_modified(scores, piece)
     highest = scores.amax(-1, keepdim=True)
-    if mod is None and not piece.has_blind_rows:
-        weights = torch.softmax(scores, -1, out=work.block(1, *scores.shape))
-        out = torch.bmm(weights, v, out=work.block(2, n, q.shape[1], v.shape[-1]))
+    if not _some_row_is_blind(piece, mod, highest):
+        weights = torch.softmax(scores, -1, out=work.block(2, *scores.shape))
+        out = torch.bmm(weights, v, out=work.block(0, n, q.shape[1], v.shape[-1]))
         # The largest weight is exp(highest - lse).
         lse = highest - weights.amax(-1, keepdim=True).log_()
     else:
         # Rows of -inf: a finite stand-in for their maximum makes all their weights 0, not NaN.
         safe = highest.clamp(min=torch.finfo(scores.dtype).min)
-        weights = torch.sub(scores, safe, out=work.block(1, *scores.shape)).exp_()
+        weights = torch.sub(scores, safe, out=work.block(2, *scores.shape)).exp_()
         total = weights.sum(-1, keepdim=True)
-        out = torch.bmm(weights, v, out=work.block(2, n, q.shape[1], v.shape[-1]))
+        out = torch.bmm(weights, v, out=work.block(0, n, q.shape[1], v.shape[-1]))
         out.div_(total.masked_fill(total == 0, 1.0))
         lse = total.log_().add_(safe)
     heads_and_rows = (n, r, piece.rows)
@@ -188,51 +188,59 @@ def strip_backward(
 
     grad_out, lse = of_piece(grad_out_NRLD), of_piece(lse_NRL)
     minus_delta = of_piece(minus_delta_NRL)
-    scores = work.block(0, n, q.shape[1], piece.keys)
+    scores = work.block(1, n, q.shape[1], piece.keys)
     torch.bmm(q, k.transpose(1, 2), out=scores)
     if mod is None:
         _forbid(scores, piece)
-        if piece.has_blind_rows:
-            weights = scores.sub_(lse).exp_()
-        else:
-            # The softmax kernel has the fastest exp. Its weights are relative to this strip's own
-            # lse; the factor that makes them global goes to what they are multiplied with.
-            highest = scores.amax(-1, keepdim=True)
-            weights = torch.softmax(scores, -1, out=work.block(1, *scores.shape))
-            own_lse = highest.sub_(weights.amax(-1, keepdim=True).log_())
-            factor = own_lse.sub_(lse).exp_()
-            grad_out, minus_delta = grad_out * factor, minus_delta * factor
-        modified, tile = None, scores
+        modified, tile, final = None, scores, scores
     else:
         tile = scores.view(n, r, piece.rows, piece.keys).requires_grad_()
         with torch.enable_grad():
             modified = _modified(rows, piece, chunk, mod, tile)
-        weights = modified.detach().reshape(scores.shape) - lse
-        _forbid_modified(weights, piece)
-        weights.exp_()
-    grad_v = work.block(2, *v.shape)
+        # The scores themselves may be needed to differentiate the score function at them.
+        final = modified.detach().reshape(scores.shape)
+        if piece.forbidden:
+            final = work.block(3, *scores.shape).copy_(final)
+            _forbid_modified(final, piece)
+    highest = final.amax(-1, keepdim=True)
+    weights = work.block(2, *scores.shape)
+    if _some_row_is_blind(piece, mod, highest):
+        torch.sub(final, lse, out=weights).exp_()
+    else:
+        # The softmax kernel has the fastest exp. Its weights are relative to this strip's own
+        # lse; the factor that makes them global goes to what they are multiplied with.
+        torch.softmax(final, -1, out=weights)
+        own_lse = highest.sub_(weights.amax(-1, keepdim=True).log_())
+        factor = own_lse.sub_(lse).exp_()
+        grad_out, minus_delta = grad_out * factor, minus_delta * factor
+    grad_v = work.block(0, *v.shape)
     torch.bmm(weights.transpose(1, 2), grad_out, out=grad_v)
     keys_of(n_of(sums.v_NLD, chunk), piece, 1).add_(grad_v)
-    # The scores are still needed where a score_mod is to be differentiated at them.
-    other = 0 if weights.data_ptr() == work.block(1, 1).data_ptr() else 1
-    grad_scores = work.block(other, *scores.shape)
+    grad_scores = work.block(1 if mod is None else 3, *scores.shape)
     torch.baddbmm(minus_delta, grad_out, v.transpose(1, 2), out=grad_scores)
     grad_scores.mul_(weights)
     if mod is not None:
         assert modified is not None
         grad_scores = mod.pull_back(tile, modified, grad_scores.view(tile.shape), sums.captured)
         grad_scores = grad_scores.reshape(scores.shape)
-    grad_k = work.block(2, *k.shape)
+    grad_k = work.block(0, *k.shape)
     torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k)
     keys_of(n_of(sums.k_NLD, chunk), piece, 1).add_(grad_k)
     assert rows.k_scaled_NLD is not None
-    grad_q = work.block(2, *q.shape)
+    grad_q = work.block(0, *q.shape)
     torch.bmm(grad_scores, keys_of(n_of(rows.k_scaled_NLD, chunk), piece, 1), out=grad_q)
     target = rows_of(n_of(sums.q_NRLD, chunk), piece)
     if piece.fresh:
         target.copy_(grad_q.view(target.shape))
     else:
         target.add_(grad_q.view(target.shape))
+
+
+def _some_row_is_blind(piece: Piece, mod: ScoreMod | None, highest: Tensor) -> bool:
+    """Whether a row sees nothing in this strip; a score function may have seen to that."""
+    if mod is None:
+        return piece.has_blind_rows
+    return bool((highest == -torch.inf).any())
 
 
 def _modified(rows: Rows, piece: Piece, chunk: slice, mod: ScoreMod, tile: Tensor) -> Tensor:
