@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ class Stats:
     backward_seconds: float
     compute_seconds: float
     """What the slowest rank's work alone would take."""
+
+    def __getitem__(self, name: str) -> object:
+        """A number by its name, as of a mapping."""
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def keys(self) -> list[str]:
+        """The names of all numbers: `dict(plan.stats())` works."""
+        return [f.name for f in fields(self)]
 
 
 def make_stats(

@@ -1,5 +1,6 @@
 """Helpers for tests of code that uses flexcp, and of flexcp itself."""
 
+from flexcp.testing.processes import spawn
 from flexcp.testing.world import simulate
 
-__all__ = ["simulate"]
+__all__ = ["simulate", "spawn"]

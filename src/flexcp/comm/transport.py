@@ -1,0 +1,168 @@
+"""The transport between processes: torch.distributed, pairwise and asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """Messages of one round between this rank and others."""
+
+    transport: ProcessTransport
+    works: list[tuple[str, int, Any]]
+    """"send" or "receive", the peer, and torch's handle."""
+    received: list[Tensor]
+    kept: list[Tensor]
+    """What is being sent; must live until it is."""
+    label: str
+
+    def wait(self) -> list[Tensor]:
+        for what, peer, work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.transport.lost(peer, what, self.label, error) from error
+        return self.received
+
+
+@dataclass(eq=False)
+class ProcessTransport:
+    """How the ranks of a process group reach each other.
+
+    Ranks are counted within `members`, in the order of the mesh. The same calls serve gloo and
+    NCCL.
+    """
+
+    group: dist.ProcessGroup
+    """The group that messages travel in; it holds all members."""
+    members: tuple[int, ...]
+    """Global rank of each rank of the mesh, row by row."""
+    rank: int
+    """This rank."""
+    bytes_received: int = 0
+    """What has come so far."""
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_mesh(cls, mesh: Any) -> ProcessTransport:
+        """The transport of a DeviceMesh of one or two dimensions."""
+        members = tuple(int(r) for r in mesh.mesh.reshape(-1).tolist())
+        if mesh.ndim == 1:
+            group = mesh.get_group()
+        elif len(members) == dist.get_world_size():
+            group = dist.group.WORLD
+        else:
+            raise FlexCPError(
+                "a mesh of one dimension, or one of two that holds every process",
+                f"a mesh of shape {tuple(mesh.shape)} over ranks {members}",
+                "pass a 1-D mesh, such as mesh['cp']",
+            )
+        return cls(group, members, members.index(dist.get_rank()))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return len(self.members)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        *,
+        like: Tensor,
+        label: str,
+    ) -> _InFlight:
+        """Starts the transfers of a round, and returns at once."""
+        kept = [x.detach().contiguous() for _, x in sends]
+        received = [
+            torch.empty(*shape, dtype=like.dtype, device=like.device) for _, shape in receives
+        ]
+        ops: list[tuple[str, int, Any]] = []
+        for (peer, _), buffer in zip(receives, received, strict=True):
+            ops.append(
+                ("receive", peer, dist.P2POp(dist.irecv, buffer, self.members[peer], self.group))
+            )
+        for (peer, _), x in zip(sends, kept, strict=True):
+            ops.append(("send", peer, dist.P2POp(dist.isend, x, self.members[peer], self.group)))
+        self.bytes_received += sum(x.numel() * x.element_size() for x in received)
+        # A message without elements is not sent: both ends know that it would be empty.
+        ops = [op for op in ops if op[2].tensor.numel()]
+        works: list[Any] = []
+        if ops:
+            try:
+                works = dist.batch_isend_irecv([op for _, _, op in ops])
+            except RuntimeError as error:
+                raise self.lost(ops[0][1], "exchange", label, error) from error
+        if len(works) == 1 and len(ops) > 1:  # NCCL hands out one handle for the batch
+            named = [("exchange", ops[0][1], works[0])]
+        else:
+            named = [(what, peer, w) for (what, peer, _), w in zip(ops, works, strict=True)]
+        return _InFlight(self, named, received, kept, label)
+
+    def lost(self, peer: int, what: str, label: str, error: BaseException) -> FlexCPError:
+        """The error for a peer that did not answer."""
+        verb = {"receive": "send", "send": "take"}.get(what, "exchange")
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return FlexCPError(
+            f"rank {peer} to {verb} what the plan says in {label}",
+            f"no answer on rank {self.rank}: {reason}",
+            f"look at the output of rank {peer}: it has ended, raised, or is not in the same call",
+        )
+
+    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The tensors of all ranks, by rank."""
+        everyone = range(self.world_size)
+        return self._swap("all_gather", [x] * self.world_size, shapes, everyone)
+
+    def all_to_all(
+        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
+    ) -> list[Tensor]:
+        """One tensor to each of `ranks`, one from each."""
+        return self._swap("all_to_all", parts, shapes, ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, added up in order of rank: the same bits on every rank."""
+        everyone = range(self.world_size)
+        parts = self._swap("all_reduce", [x] * self.world_size, [x.shape] * len(everyone), everyone)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def all_agree(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank."""
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor([mine.numel()]), [[1]] * self.world_size)
+        parts = self.all_gather(mine, [[int(n)] for n in sizes])
+        return [bytes(part.tolist()).decode() for part in parts]
+
+    def barrier(self) -> None:
+        """Returns once all ranks have come here."""
+        self.all_gather(torch.zeros(1), [[1]] * self.world_size)
+
+    def _swap(
+        self,
+        name: str,
+        parts: Sequence[Tensor],
+        shapes: Sequence[Sequence[int]],
+        ranks: Sequence[int],
+    ) -> list[Tensor]:
+        self._calls[name] = self._calls.get(name, 0) + 1
+        others = [i for i, r in enumerate(ranks) if r != self.rank]
+        pending = self.exchange(
+            [(ranks[i], parts[i]) for i in others],
+            [(ranks[i], shapes[i]) for i in others],
+            like=parts[0],
+            label=f"{name} #{self._calls[name]}",
+        )
+        came = dict(zip(others, pending.wait(), strict=True))
+        return [came[i] if i in came else parts[i].detach().clone() for i in range(len(ranks))]

@@ -1,0 +1,66 @@
+"""Agreement: before data moves, ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import Tensor
+
+from flexcp.comm import Transport
+from flexcp.errors import FlexCPError
+from flexcp.plan import Plan
+
+
+def agree(
+    transport: Transport,
+    plan: Plan,
+    mask: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    score_mod: bool,
+    sinks: bool,
+) -> None:
+    """Raises on every rank if the ranks' calls differ, saying what differs between whom."""
+    facts = {
+        "plan": plan_fingerprint(plan),
+        "mask": repr(mask),
+        "batch": str(q.shape[0]),
+        "query heads": str(q.shape[1]),
+        "kv heads": str(k.shape[1]),
+        "head dim": f"{q.shape[3]} and {v.shape[3]}",
+        "dtype": str(q.dtype),
+        "scale": str(scale),
+        "score_mod": "given" if score_mod else "none",
+        "sinks": "given" if sinks else "none",
+    }
+    mine = "\n".join(f"{name}={value}" for name, value in facts.items())
+    short = hashlib.sha256(mine.encode()).hexdigest()[:16]
+    if len(set(transport.all_agree(short))) == 1:
+        return
+    every = [
+        dict(line.split("=", 1) for line in text.split("\n")) for text in transport.all_agree(mine)
+    ]
+    differences = []
+    for name in facts:
+        by_value: dict[str, list[int]] = {}
+        for rank, other in enumerate(every):
+            by_value.setdefault(other.get(name, "?"), []).append(rank)
+        if len(by_value) > 1:
+            told = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            differences.append(f"{name}: {told}")
+    raise FlexCPError(
+        "all ranks to make the same call of attention",
+        " | ".join(differences),
+        "make the plan from the same mask and numbers on every rank, and pass the same kind of "
+        "tensors",
+    )
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    """The plan's fingerprint, computed once."""
+    kept = vars(plan)
+    if "_fingerprint" not in kept:
+        kept["_fingerprint"] = plan.fingerprint()
+    return str(kept["_fingerprint"])

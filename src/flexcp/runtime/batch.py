@@ -1,0 +1,179 @@
+"""From a full batch to this rank's part: tokens, shifted labels, positions, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flexcp.errors import FlexCPError
+from flexcp.masks import ids_from_lengths
+from flexcp.plan import Plan
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    plan: Plan,
+    *,
+    documents: Tensor | Sequence[int] | None = None,
+    restart_positions: bool = False,
+    shift_labels: bool = True,
+    ignore_index: int = -100,
+) -> dict[str, Any]:
+    """This rank's part of a batch, with everything that must be done before sharding done.
+
+    Labels are shifted while the whole sequence is there: the label of a token is the token after
+    it, whichever rank that is on. The last token of the sequence, of a document, and before
+    padding has none.
+
+    Args:
+        batch: Tensors [B, S, ...], such as "input_ids", "labels" and "attention_mask" (1 for
+            tokens, 0 for padding). Tensors of other shapes are passed on as they are.
+        plan: Whose tokens are whose.
+        documents: Document ids [S] or [B, S], or the lengths of the documents in order, if
+            several are packed into a sequence.
+        restart_positions: Whether position_ids count from 0 in each document.
+        shift_labels: Whether labels are given in the place of their own token, as usual; False if
+            they have been shifted already.
+        ignore_index: The label of what is not scored.
+
+    Returns:
+        The same names with this rank's rows; "labels" shifted; "position_ids"; and
+        "num_scored", the number of scored tokens of the whole batch, for `cross_entropy`.
+
+    >>> import flexcp
+    >>> tokens = torch.arange(10, 16)[None]
+    >>> def rank(mesh):
+    ...     plan = flexcp.make_plan(flexcp.masks.causal(), 6, mesh, layout="contiguous")
+    ...     part = shard_batch({"input_ids": tokens, "labels": tokens}, plan)
+    ...     return part["labels"].tolist(), part["num_scored"]
+    >>> flexcp.testing.simulate(rank, 2)
+    [([[11, 12, 13]], 5), ([[14, 15, -100]], 5)]
+    """
+    size = _batch_shape(batch, plan)
+    if size is None:
+        raise FlexCPError(
+            f"a batch with tensors of {plan.seq_len} tokens along dim 1",
+            ", ".join(f"{n} {_shape(x)}" for n, x in batch.items()) or "an empty batch",
+            "pass the whole batch, not a part of it, and make the plan for its length",
+        )
+    ids = _document_ids(documents, size)
+    full = dict(batch)
+    if "labels" in full:
+        labels = full["labels"]
+        if shift_labels:
+            labels = _shifted(labels, ids, ignore_index)
+        if "attention_mask" in full:
+            labels = labels.masked_fill(_next(full["attention_mask"], 0) == 0, ignore_index)
+            labels = labels.masked_fill(full["attention_mask"] == 0, ignore_index)
+        full["labels"] = labels
+    if "position_ids" not in full:
+        full["position_ids"] = _positions(ids if restart_positions else None, size)
+    local = {
+        name: plan.shard(x.to(_device(batch)), 1) if _is_sequence(x, plan) else x
+        for name, x in full.items()
+    }
+    if "labels" in full:
+        local["num_scored"] = int((full["labels"] != ignore_index).sum())
+    return local
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    num_scored: int,
+    *,
+    gradients: Literal["summed", "averaged"] = "summed",
+    ranks: int = 1,
+    ignore_index: int = -100,
+) -> Tensor:
+    """This rank's part of the loss of one process.
+
+    Args:
+        logits: [B, L, vocabulary] of this rank's tokens.
+        labels: [B, L], shifted, from `shard_batch`.
+        num_scored: Scored tokens of the whole batch, from `shard_batch`.
+        gradients: What the trainer does with the ranks' gradients. If it sums them, the losses of
+            the ranks add up to the loss of one process. If it averages them (as DDP and FSDP do),
+            pass "averaged" and `ranks`: then their mean is that loss.
+        ranks: How many ranks are averaged over.
+        ignore_index: The label of what is not scored.
+
+    >>> logits = torch.zeros(1, 2, 4)
+    >>> cross_entropy(logits, torch.tensor([[1, -100]]), num_scored=1)
+    tensor(1.3863)
+    """
+    if gradients not in ("summed", "averaged"):
+        raise FlexCPError(
+            'gradients to be "summed" or "averaged"',
+            repr(gradients),
+            "say what your trainer does with the gradients of the ranks",
+        )
+    total = functional.cross_entropy(
+        logits.flatten(0, -2).float(),
+        labels.flatten(),
+        ignore_index=ignore_index,
+        reduction="sum",
+    )
+    return total / max(num_scored, 1) * (ranks if gradients == "averaged" else 1)
+
+
+def _batch_shape(batch: Mapping[str, Any], plan: Plan) -> tuple[int, int] | None:
+    for x in batch.values():
+        if _is_sequence(x, plan):
+            return x.shape[0], x.shape[1]
+    return None
+
+
+def _is_sequence(x: Any, plan: Plan) -> bool:
+    return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == plan.seq_len
+
+
+def _device(batch: Mapping[str, Any]) -> torch.device:
+    return next(x.device for x in batch.values() if isinstance(x, Tensor))
+
+
+def _document_ids(documents: Tensor | Sequence[int] | None, size: tuple[int, int]) -> Tensor | None:
+    if documents is None:
+        return None
+    ids = documents
+    if not isinstance(ids, Tensor) or ids.shape[-1] != size[1]:
+        ids = ids_from_lengths(ids)
+    if ids.shape[-1] != size[1]:
+        raise FlexCPError(
+            f"documents that cover the {size[1]} tokens of the batch",
+            f"{ids.shape[-1]} tokens",
+            "pass one id per token, or lengths that add up to the sequence's length",
+        )
+    return ids.expand(size)
+
+
+def _next(x: Tensor, last: int) -> Tensor:
+    """Each token's successor."""
+    return torch.cat([x[:, 1:], torch.full_like(x[:, :1], last)], dim=1)
+
+
+def _shifted(labels: Tensor, ids: Tensor | None, ignore_index: int) -> Tensor:
+    shifted = _next(labels, ignore_index)
+    if ids is None:
+        return shifted
+    ends = torch.ones_like(ids, dtype=torch.bool)
+    ends[:, :-1] = ids[:, 1:] != ids[:, :-1]
+    return shifted.masked_fill(ends.to(labels.device), ignore_index)
+
+
+def _positions(ids: Tensor | None, size: tuple[int, int]) -> Tensor:
+    every = torch.arange(size[1]).expand(size)
+    if ids is None:
+        return every
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    first = torch.where(begins, every, 0).cummax(1).values
+    return every - first
+
+
+def _shape(x: Any) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,302 @@
+"""The executor: runs a rank's program on a transport and a kernel.
+
+While a round is computed, the rows of the next one are on their way. K and V of a row travel
+together and unrepeated. Results of rounds are merged in the order of the rounds, so that the same
+run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.comm import Pending, Transport
+from flexcp.kernels import flash
+from flexcp.kernels.fused import FusedOp
+from flexcp.kernels.merge import merge_into
+from flexcp.kernels.reference import accumulation_dtype
+from flexcp.kernels.score import ScoreMod
+from flexcp.runtime.rank_program import Lane, Message, Pick, RankProgram, Round
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """How tiles are computed."""
+
+    scale: float
+    fused: FusedOp | None
+    score_mods: tuple[ScoreMod | None, ...]
+    """One for each batch element with a layout of its own, else one."""
+
+    def score_mod(self, lane: Lane) -> ScoreMod | None:
+        """The score function, which sees the batch element's own number."""
+        return self.score_mods[lane.b or 0] if len(self.score_mods) > 1 else self.score_mods[0]
+
+
+@dataclass(eq=False)
+class Kept:
+    """K and V that arrived in the forward pass, if the backward pass uses them again."""
+
+    batches: list[Tensor | None]
+
+
+def run_forward(
+    program: RankProgram,
+    transport: Transport,
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    label: str,
+) -> tuple[Tensor, Tensor, Kept]:
+    """(out, lse) of the rank's queries over all keys, in the accumulation type."""
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    rows = _Rows.of(k, v, program)
+    flow = _Flow(program, transport, rows, f"forward of {label}")
+    for round_ in flow:
+        keys = flow.work(round_)
+        for lane in round_.lanes if q.numel() else ():
+            at = slice(None) if lane.b is None else slice(lane.b, lane.b + 1)
+            lane_k, lane_v = rows.for_kernel(keys, lane)
+            found = flash.forward(
+                q[at],
+                lane_k,
+                lane_v,
+                lane.prepared,
+                scale=kernel.scale,
+                fused=kernel.fused,
+                score_mod=kernel.score_mod(lane),
+            )
+            merge_into(out[at], lse[at], found.out, found.lse)
+    return out, lse, Kept(flow.batches)
+
+
+def run_backward(
+    program: RankProgram,
+    transport: Transport,
+    kernel: Kernel,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kept: Kept | None,
+    label: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of q, k, v and captured tensors, from the out and lse over all keys."""
+    dtype = accumulation_dtype(q.dtype)
+    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    mods = [mod for mod in kernel.score_mods if mod is not None]
+    captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
+    rows = _Rows.of(k, v, program)
+    flow = _Flow(program, transport, rows, f"backward of {label}", kept)
+    home = _Homecoming(program, transport, rows, dtype, f"gradients of {label}")
+    for number, round_ in enumerate(flow):
+        keys = flow.work(round_)
+        piece = keys.new_zeros(keys.shape, dtype=dtype)
+        for lane in round_.lanes if q.numel() else ():
+            at = slice(None) if lane.b is None else slice(lane.b, lane.b + 1)
+            lane_k, lane_v = rows.for_kernel(keys, lane)
+            found = flash.backward(
+                grad_out[at],
+                q[at],
+                lane_k,
+                lane_v,
+                out[at],
+                lse[at],
+                lane.prepared,
+                scale=kernel.scale,
+                fused=None if grad_lse is not None else kernel.fused,
+                score_mod=kernel.score_mod(lane),
+                grad_lse=None if grad_lse is None else grad_lse[at],
+            )
+            grad_q[at] += found.q
+            for total, part in zip(captured, found.captured, strict=True):
+                total += part
+            rows.add_gradient(piece, lane, found.k, found.v)
+        home.after(number, round_, piece)
+    grad_k, grad_v = home.arrive()
+    return grad_q, grad_k, grad_v, captured
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """K and V of some tokens as one tensor with the tokens first: what is picked, sent and kept."""
+
+    own: Tensor
+    """[L, B, G, D + Dv], or [B * L, G, D + Dv] if batch elements have layouts of their own."""
+    shape: tuple[int, int, int, int, int]
+    """B, G, L, D, Dv."""
+    by_element: bool
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, program: RankProgram) -> _Rows:
+        both = torch.cat([k, v], dim=-1)
+        by_element = program.by_element
+        b, g, length = k.shape[:3]
+        own = both.permute(0, 2, 1, 3).flatten(0, 1) if by_element else both.permute(2, 0, 1, 3)
+        return cls(own.contiguous(), (b, g, length, k.shape[3], v.shape[3]), by_element)
+
+    def empty(self, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Room for some rows."""
+        return self.own.new_empty(rows, *self.own.shape[1:], dtype=dtype or self.own.dtype)
+
+    def for_kernel(self, keys: Tensor, lane: Lane) -> tuple[Tensor, Tensor]:
+        """K and V [B, G, n, D] of a lane."""
+        d = self.shape[3]
+        if lane.b is None:
+            both = keys.permute(1, 2, 0, 3)
+        else:
+            both = keys.index_select(0, lane.keys.to(keys.device)).permute(1, 0, 2)[None]
+        return both[..., :d], both[..., d:]
+
+    def add_gradient(self, piece: Tensor, lane: Lane, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Adds what a lane found to the gradient of a round's rows."""
+        both = torch.cat([grad_k, grad_v], dim=-1)
+        if lane.b is None:
+            piece += both.permute(2, 0, 1, 3)
+        else:
+            piece.index_add_(0, lane.keys.to(piece.device), both[0].permute(1, 0, 2))
+
+    def home(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of K and V in their own shape."""
+        b, g, length, d, dv = self.shape
+        if self.by_element:
+            both = total.view(b, length, g, d + dv).permute(0, 2, 1, 3)
+        else:
+            both = total.permute(1, 2, 0, 3)
+        return both[..., :d], both[..., d:]
+
+
+class _Flow:
+    """Rounds, with the rows of the next one on their way while one is computed."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        transport: Transport,
+        rows: _Rows,
+        label: str,
+        kept: Kept | None = None,
+    ) -> None:
+        self._program, self._transport, self._rows, self._label = program, transport, rows, label
+        self.batches: list[Tensor | None] = [rows.own]
+        self._kept = kept is not None
+        if kept is not None:
+            self.batches.extend(kept.batches[1:])
+
+    def __iter__(self) -> Iterator[Round]:
+        rounds = self._program.rounds
+        pending = self._start(0) if rounds else None
+        for number, round_ in enumerate(rounds):
+            assert pending is not None
+            came = pending.wait()
+            if not self._kept:
+                self.batches.append(torch.cat(came) if came else self._rows.empty(0))
+            pending = self._start(number + 1) if number + 1 < len(rounds) else None
+            yield round_
+            self._forget(number)
+
+    def work(self, round_: Round) -> Tensor:
+        """The rows that a round is computed against."""
+        return self._picked(round_.picks, round_.rows)
+
+    def _start(self, number: int) -> Pending:
+        round_ = self._program.rounds[number]
+        shape = self._rows.own.shape[1:]
+        return self._transport.exchange(
+            [(m.peer, self._picked(m.picks, m.rows)) for m in round_.sends if m.rows],
+            [(m.peer, (m.rows, *shape)) for m in round_.receives if m.rows],
+            like=self._rows.own,
+            label=f"round {number} of the {self._label}",
+        )
+
+    def _picked(self, picks: Sequence[Pick], rows: int) -> Tensor:
+        return _put(picks, self.batches, self._rows.empty(rows))
+
+    def _forget(self, number: int) -> None:
+        for batch, last in enumerate(self._program.last_use):
+            if 0 < batch <= number + 1 and last <= number and not self._kept:
+                self.batches[batch] = None
+
+
+class _Homecoming:
+    """Gradients of other ranks' rows on their way to their owners."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        transport: Transport,
+        rows: _Rows,
+        dtype: torch.dtype,
+        label: str,
+    ) -> None:
+        self._program, self._transport, self._rows = program, transport, rows
+        self._dtype, self._label = dtype, label
+        self._pieces: dict[int, Tensor] = {}
+        self._pending: tuple[int, Pending] | None = None
+
+    def after(self, number: int, round_: Round, piece: Tensor) -> None:
+        """Takes the gradient of a round's work, and sends off what the schedule says."""
+        self._collect()
+        self._pieces[2 * number] = piece
+        shape = self._rows.own.shape[1:]
+        if not (round_.returns_in or round_.returns_out):
+            return
+        sends = [(m.peer, self._gathered(m)) for m in round_.returns_out if m.rows]
+        pending = self._transport.exchange(
+            sends,
+            [(m.peer, (m.rows, *shape)) for m in round_.returns_in if m.rows],
+            like=self._rows.own,
+            label=f"round {number} of the {self._label}",
+        )
+        self._pending = (number, pending)
+
+    def _collect(self) -> None:
+        if self._pending is None:
+            return
+        number, pending = self._pending
+        came = pending.wait()
+        if came:
+            self._pieces[2 * number + 1] = torch.cat(came).to(self._dtype)
+        self._pending = None
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        """Gradients of the rank's own K and V."""
+        self._collect()
+        total = torch.zeros_like(self._rows.own, dtype=self._dtype)
+        self._add(self._program.home, total)
+        return self._rows.home(total)
+
+    def _gathered(self, message: Message) -> Tensor:
+        total = self._rows.own.new_zeros(message.rows, *self._rows.own.shape[1:], dtype=self._dtype)
+        self._add(message.picks, total)
+        return total.to(self._rows.own.dtype)
+
+    def _add(self, picks: Sequence[Pick], total: Tensor) -> None:
+        for pick in picks:
+            part = self._pieces[pick.batch].index_select(0, pick.source.to(total.device))
+            total.index_add_(0, pick.place.to(total.device), part)
+
+
+def _put(picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Tensor) -> Tensor:
+    for pick in picks:
+        batch = batches[pick.batch]
+        assert batch is not None, "a batch was dropped before its last use"
+        part = batch.index_select(0, pick.source.to(into.device))
+        if len(picks) == 1 and _is_ascending(pick.place, into.shape[0]):
+            return part
+        into.index_copy_(0, pick.place.to(into.device), part)
+    return into
+
+
+def _is_ascending(place: Tensor, rows: int) -> bool:
+    """Whether every row is where it should be already."""
+    return place.numel() == rows and bool((place.diff() == 1).all())

@@ -1,0 +1,119 @@
+"""Ranks that differ, raise or die: everybody gets an error that names it, and nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import flexcp
+from flexcp import masks, testing
+from flexcp.comm import RankError
+
+CAUSAL = masks.causal()
+X = torch.randn(1, 2, 60, 8, generator=torch.Generator().manual_seed(0))
+
+
+def run(mesh, *, before=None, between=None, mask=CAUSAL, dtype=torch.float32, heads=2):
+    plan = flexcp.make_plan(
+        mask, 60, mesh, layout="contiguous", schedule="ring", num_heads=2,
+        head_dim=8, block_size=16,
+    )  # fmt: skip
+    local = [plan.shard(X[:, :heads].to(dtype), 2).requires_grad_() for _ in range(3)]
+    if before and mesh.get_rank() == 1:
+        before()
+    out = flexcp.attention(*local, plan)
+    if between and mesh.get_rank() == 1:
+        between()
+    out.sum().backward()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise ValueError("a rank's own mistake")
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_rank_that_is_killed_makes_the_others_raise_and_name_it(when):
+    with pytest.raises(RankError, match=r"rank 1 failed: .* ended with code -9") as caught:
+        testing.spawn(lambda mesh: run(mesh, **{when: die}), 3, timeout=20)
+    others = {r: str(e) for r, e in caught.value.failures.items() if r != 1}
+    assert sorted(others) == [0, 2]
+    where = "all_gather" if when == "before" else "round 1 of the backward of attention"
+    for text in others.values():
+        assert "no answer on rank" in text
+        assert where in text
+    assert any("expected rank 1 to" in text for text in others.values())
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_rank_that_raises_is_what_the_caller_sees(when):
+    with pytest.raises(RankError, match="rank 1 failed: ValueError: a rank's own mistake"):
+        testing.spawn(lambda mesh: run(mesh, **{when: fail}), 3, timeout=20)
+
+
+@pytest.mark.parametrize("start", [testing.simulate, testing.spawn])
+@pytest.mark.parametrize(
+    ("differently", "message"),
+    [
+        (
+            lambda r: {"mask": masks.full() if r == 1 else masks.causal()},
+            r"plan: .* on ranks \[0, 2\]; .* \[1\]",
+        ),
+        (
+            lambda r: {"dtype": torch.float64 if r == 2 else torch.float32},
+            r"dtype: .*float64 on ra",
+        ),
+        (lambda r: {"heads": 1 if r == 0 else 2}, r"query heads: 1 on ranks \[0\]; 2 on ranks"),
+    ],
+    ids=["mask", "dtype", "heads"],
+)
+def test_ranks_whose_calls_differ_are_told_what_differs_before_data_moves(
+    start, differently, message
+):
+    with pytest.raises(RankError, match=f"same call of attention, got .*{message}"):
+        start(lambda mesh: run(mesh, **differently(mesh.get_rank())), 3)
+
+
+def test_the_process_group_can_be_destroyed_after_a_fault():
+    def rank(mesh):
+        if mesh.get_rank() == 1:
+            return "gone"
+        try:
+            run(mesh)
+        except flexcp.FlexCPError:
+            torch.distributed.destroy_process_group()
+            return "destroyed"
+        return "not noticed"
+
+    assert testing.spawn(rank, 2, timeout=5) == ["destroyed", "gone"]
+
+
+def test_a_plan_made_from_numbers_cannot_run():
+    plan = flexcp.make_plan(masks.causal(), 60, 3)
+    with pytest.raises(flexcp.FlexCPError, match=r"made with a mesh, got one for 3 ranks"):
+        flexcp.attention(X, X, X, plan)
+
+
+def test_rows_that_are_not_the_ranks_own_are_refused():
+    def rank(mesh):
+        plan = flexcp.make_plan(masks.causal(), 60, mesh, num_heads=2)
+        flexcp.attention(X, X, X, plan)
+
+    with pytest.raises(RankError, match=r"q with the 30 rows that rank 0 owns.*plan.shard"):
+        testing.simulate(rank, 2)
+
+
+def test_heads_that_were_not_planned_for_cannot_be_split():
+    def rank(mesh):
+        plan = flexcp.make_plan(masks.causal(), 60, mesh, schedule="ulysses", num_heads=4)
+        local = plan.shard(X, 2)
+        flexcp.attention(local, local, local, plan)
+
+    with pytest.raises(RankError, match="4 query heads and 4 kv heads, which the plan splits"):
+        testing.simulate(rank, 2)
