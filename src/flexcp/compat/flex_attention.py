@@ -1,7 +1,8 @@
 """torch.nn.attention.flex_attention under its own names.
 
 `create_block_mask` is built on the block grid: instant and small at any length, on any device.
-Everything that is pure definition (BlockMask itself, and_masks, ...) is torch's.
+`flex_attention` runs on CPU as well, backward pass included. Everything that is pure definition
+(BlockMask itself, and_masks, ...) is torch's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexcp.blocks import build_block_grid
+from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 from flexcp.eager import planning
 from flexcp.masks import Mask, MaskMod
