@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python examples/mask_gallery.py --out out/gallery
+	$(BIN)/python examples/sharded_attention.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
@@ -37,6 +38,8 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/block_masks.py --out out/benchmarks
+	$(BIN)/python benchmarks/attention.py --out out/benchmarks
+	$(BIN)/python benchmarks/planning.py --out out/benchmarks
 
 clean:
 	rm -rf $(VENV) out build dist
