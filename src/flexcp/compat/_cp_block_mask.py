@@ -1,0 +1,95 @@
+"""A rank's part of a BlockMask: its own queries against the keys of all ranks, in rank order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
+from flexcp.eager import planning
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout
+from flexcp.masks import MaskMod
+from flexcp.runtime.positions import keep_positions
+
+
+@planning
+def shard_block_mask(
+    block_mask: BlockMask, q_layout: Layout, kv_layout: Layout, rank: int
+) -> BlockMask:
+    """The BlockMask for a rank's queries, with the same block size.
+
+    Keys are those of rank 0, then those of rank 1, and so on, as gathering them gives. Its mask_mod
+    counts queries and keys like that too; a score_mod used with it sees global positions.
+    """
+    device = block_mask.kv_num_blocks.device
+    q_at = q_layout.positions(rank).to(device)
+    kv_at = torch.cat([kv_layout.positions(r) for r in range(kv_layout.ranks)], dim=-1).to(device)
+    batch, heads = _batch_and_heads(block_mask)
+    lanes = max(q_layout.lanes, kv_layout.lanes)
+    if lanes > 1 and batch not in (1, lanes):
+        raise ValueError(
+            f"Cannot rearrange buffer: the load balancer has {lanes} batch elements, but the "
+            f"BlockMask has {batch}."
+        )
+    if q_at.shape[-1] == 0:
+        raise FlexCPError(
+            "a rank with at least one token, since torch has no BlockMask without rows",
+            f"none on rank {rank} of {q_layout.ranks}, at {q_layout.seq_len} tokens",
+            "use fewer ranks, or flexcp.attention, which takes any length",
+        )
+    size = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
+    grid = build_block_grid(
+        _relabelled(_rule(block_mask), q_at, kv_at),
+        q_at.shape[-1],
+        kv_at.shape[-1],
+        block_size=size,
+        batch=max(batch, lanes),
+        heads=heads,
+    )
+    local = grid.to_block_mask(device=device)
+    keep_positions(local, q_at, kv_at)
+    return local
+
+
+def _batch_and_heads(block_mask: BlockMask) -> tuple[int, int]:
+    counts = block_mask.kv_num_blocks
+    lead = (1, 1, *counts.shape[:-1])[-2:]
+    return int(lead[0]), int(lead[1])
+
+
+def _relabelled(mask_mod: MaskMod, q_at: Tensor, kv_at: Tensor) -> MaskMod:
+    """A mask_mod of local queries and gathered keys."""
+    if q_at.dim() == 2:
+        return lambda b, h, q, kv: mask_mod(b, h, q_at[b, q], kv_at[b, kv])
+    return lambda b, h, q, kv: mask_mod(b, h, q_at[q], kv_at[kv])
+
+
+def _rule(block_mask: BlockMask) -> MaskMod:
+    """Which pairs a BlockMask allows: its mask_mod, unless its lists of blocks say otherwise."""
+    mask_mod: MaskMod = block_mask.mask_mod
+    listed = BlockGrid.from_block_mask(block_mask)
+    kinds = listed.to_dense()
+    built = build_block_grid(
+        mask_mod,
+        listed.q_len,
+        listed.kv_len,
+        block_size=listed.block_size,
+        batch=listed.batch,
+        heads=listed.heads,
+    ).to_dense()
+    empty, full = int(BlockKind.EMPTY), int(BlockKind.FULL)
+    same_blocks = torch.equal(kinds == empty, built == empty)
+    if same_blocks and bool(((kinds != full) | (built == full)).all()):
+        return mask_mod
+    table = kinds.to(block_mask.kv_num_blocks.device)
+    rows, columns = listed.block_size
+
+    def as_listed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        one = b * 0 if table.shape[0] == 1 else b
+        head = h * 0 if table.shape[1] == 1 else h
+        kind = table[one, head, q // rows, kv // columns]
+        return (kind == full) | ((kind != empty) & mask_mod(b, h, q, kv))
+
+    return as_listed

@@ -1,0 +1,194 @@
+"""How the sequence of a group is sharded: remembered per process group, never globally.
+
+PyTorch's functions for sharding, attention and unsharding don't pass the layout from one to the
+next. Here each of them asks the group, which knows how it was sharded last at these lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from flexcp.comm.transport import ProcessTransport
+from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
+from flexcp.compat._cp_options import _cp_options
+from flexcp.eager import planning
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout
+
+_MOST_LAYOUTS = 16
+"""Layouts that a group remembers."""
+
+
+@dataclass(eq=False)
+class Group:
+    """What is known of one process group: lives as long as the group."""
+
+    mesh: DeviceMesh
+    pairs: ProcessTransport
+    """For uneven and small messages."""
+    sharded: list[Layout] = field(default_factory=list)
+    """Layouts that sequences were sharded by, the latest last."""
+    open: list[list[Layout]] = field(default_factory=list)
+    """Layouts of each open `context_parallel`, innermost last."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """Plans and transports."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.pairs.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return self.pairs.world_size
+
+    def remember(self, layout: Layout) -> None:
+        """Notes that a sequence has been sharded like this."""
+        known = [x for x in self.sharded if x != layout]
+        self.sharded[:] = [*known, layout][-_MOST_LAYOUTS:]
+
+    def layout_of(self, rows: int, device: torch.device) -> Layout:
+        """The layout of a sequence of which this rank holds so many rows; every rank asks."""
+        own = torch.tensor([rows], device=device)
+        counts = torch.cat(self.pairs.all_gather(own, [[1]] * self.size)).cpu()
+        contexts = [layout for context in reversed(self.open) for layout in context]
+        for layout in (*contexts, *reversed(self.sharded)):
+            if torch.equal(layout.counts, counts):
+                return layout
+        seq_len = int(counts.sum())
+        for layout in (default_layout(seq_len, self.size), chunked_layout(seq_len, self.size)):
+            if torch.equal(layout.counts, counts):
+                return layout
+        raise FlexCPError(
+            f"shards of one sequence, such as {shard_sizes(seq_len, self.size)} tokens by rank",
+            f"{counts.tolist()}",
+            "shard with context_parallel or _context_parallel_shard on this mesh, or pass the "
+            "load balancer",
+        )
+
+
+# Kept by group rather than as a switch: it ends with the group, and groups don't see each other's.
+_groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
+
+
+def group_of(mesh: DeviceMesh) -> Group:
+    """What is known of the group of a mesh."""
+    if mesh.ndim != 1:
+        raise FlexCPError(
+            "a mesh of one dimension",
+            f"one of shape {tuple(mesh.shape)}",
+            "pass the dimension that the sequence is sharded over, such as mesh['cp']",
+        )
+    process_group = mesh.get_group()
+    found = _groups.get(process_group)
+    if found is None:
+        found = Group(mesh, ProcessTransport.of_mesh(mesh))
+        _groups[process_group] = found
+    return found
+
+
+def default_layout(seq_len: int, ranks: int) -> Layout:
+    """The layout where nothing else is said: head-tail, unless that is switched off."""
+    if not _cp_options.enable_load_balance:
+        return chunked_layout(seq_len, ranks)
+    return balanced_layout(_HeadTailLoadBalancer(seq_len, ranks, "cpu"), seq_len, ranks)
+
+
+@planning
+def chunked_layout(seq_len: int, ranks: int) -> Layout:
+    """Stretches as `torch.chunk` cuts them."""
+    stop = torch.tensor(shard_sizes(seq_len, ranks)).cumsum(0).tolist()
+    runs = [[(a, b)] for a, b in zip([0, *stop], stop, strict=False)]
+    return Layout.of_runs(runs, seq_len=seq_len, name="contiguous")
+
+
+@planning
+def balanced_layout(balancer: _LoadBalancer | None, seq_len: int, ranks: int) -> Layout:
+    """The layout of a load balancer, or of none."""
+    order = None if balancer is None else balancer._generate_indices(restore=False)
+    if order is None:
+        return chunked_layout(seq_len, ranks)
+    if order.ndim != 2:
+        raise AssertionError(
+            f"load balance index expects shape (1, seq_len) or (B, seq_len) but got {order.shape}."
+        )
+    if order.shape[1] != seq_len:
+        raise FlexCPError(
+            f"a sequence of {order.shape[1]} tokens, as {type(balancer).__name__} was made for",
+            f"{seq_len}",
+            "make the load balancer for the sequence that is sharded",
+        )
+    order = order.cpu().to(torch.int64)
+    parts = order.split(shard_sizes(seq_len, ranks), dim=1)
+    positions = [part[0] if order.shape[0] == 1 else part for part in parts]
+    return Layout.of_positions(positions, name=type(balancer).__name__)
+
+
+def dim_of(x: Tensor, dim: int) -> int:
+    """A dimension counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-x.dim()}, {x.dim() - 1}], but "
+            f"got {dim})"
+        )
+    return dim % x.dim()
+
+
+def shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
+    """A rank's rows; differentiable."""
+    dim = dim_of(x, dim)
+    if layout.lanes > 1 and (dim == 0 or x.shape[0] != layout.lanes):
+        raise ValueError(
+            "Cannot rearrange buffer: load_balance_indices has shape "
+            f"{(layout.lanes, layout.seq_len)}, but buffer has shape {tuple(x.shape)}; the load "
+            "balancer differs between batch elements, which must be dim 0."
+        )
+    return layout.shard(x, dim, rank=rank)
+
+
+def unshard(x: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
+    """All rows in their original order; differentiable."""
+    dim = dim_of(x, dim)
+    if layout.lanes > 1 and (dim == 0 or x.shape[0] != layout.lanes):
+        raise ValueError(
+            f"Cannot restore buffer: restore_indices has shape {(layout.lanes, layout.seq_len)}, "
+            f"but the buffer has shape {tuple(x.shape)}; the load balancer differs between batch "
+            "elements, which must be dim 0."
+        )
+    parts = _Gather.apply(x, dim, layout.counts.tolist(), group)  # type: ignore[no-untyped-call]
+    return layout.restore(parts, dim)
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks; the gradient of the own part is the own gradient.
+
+    Every rank gets the same tensor and is taken to do the same with it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, counts: Sequence[int], group: Group
+    ) -> tuple[Tensor, ...]:
+        ctx.rank = group.rank
+        if x.shape[dim] != counts[group.rank]:
+            raise FlexCPError(
+                f"{counts[group.rank]} rows along dim {dim} on rank {group.rank}",
+                f"shape {tuple(x.shape)}",
+                "pass this rank's shard, and the load balancer that it was sharded with",
+            )
+        shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in counts]
+        parts = group.pairs.all_gather(x.detach().contiguous(), shapes)
+        return tuple(x.clone() if r == group.rank else part for r, part in enumerate(parts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[ctx.rank], None, None, None

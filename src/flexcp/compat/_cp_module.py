@@ -1,0 +1,181 @@
+"""Context parallelism for a module that does attention, as a ParallelStyle."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexcp.compat._cp_gather import flex_cp_allgather
+from flexcp.compat._cp_layout import dim_of, group_of
+from flexcp.compat._cp_sdpa import patched_sdpa, sharded_for_dtensors, sharded_sdpa
+from flexcp.runtime.positions import on_global_positions, positions_of
+
+
+class _AttentionType(Enum):
+    """What a module calls."""
+
+    FLEX = "flex_attention"
+    SDPA = "scaled_dot_product_attention"
+
+
+class _ContextParallel(ParallelStyle):
+    """Lets a module's attention run over a sharded sequence; for `parallelize_module`.
+
+    With SDPA, `F.scaled_dot_product_attention` is that of the whole sequence while the module runs.
+    With FLEX, the module is called with the keys and values of all ranks, in rank order, as the
+    block mask of `_context_parallel_shard` expects them. A `score_mod` sees global positions, if it
+    is an argument of the module or if the module uses flexcp's `flex_attention`.
+
+    Args:
+        seq_dim: The sequence dimension of the module's query, key and value.
+        attention_type: `_ContextParallel.AttentionType.FLEX` or `.SDPA`.
+    """
+
+    AttentionType = _AttentionType
+
+    def __init__(self, seq_dim: int, attention_type: _AttentionType) -> None:
+        super().__init__()
+        self.seq_dim = seq_dim
+        self.attention_type = attention_type
+        self._running: list[ExitStack] = []
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if self.attention_type == _AttentionType.FLEX:
+            module.register_forward_pre_hook(
+                partial(self.flex_input_fn, mesh=mesh), with_kwargs=True
+            )
+        elif self.attention_type == _AttentionType.SDPA:
+            module.register_forward_pre_hook(
+                partial(self.sdpa_input_fn, mesh=mesh), with_kwargs=True
+            )
+            module.register_forward_hook(partial(self.sdpa_output_fn, mesh=mesh), always_call=True)
+        else:
+            raise ValueError(f"Unknown attention type: {self.attention_type}")
+        return module
+
+    def flex_input_fn(
+        self,
+        module: nn.Module | None,  # noqa: ARG002
+        args: Any,
+        kwargs: Any,
+        mesh: DeviceMesh,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gathers key and value, and lets a score_mod see global positions."""
+        positional, named = list(args), dict(kwargs)
+        query, key, value = tensors = tuple(
+            positional[i] if i < len(positional) else named.get(name)
+            for i, name in enumerate(("query", "key", "value"))
+        )
+        for name, x in zip(("query", "key", "value"), tensors, strict=True):
+            if not isinstance(x, Tensor):
+                raise AssertionError(f"{name} must be a tensor, got {type(x).__name__}")
+        assert query is not None
+        assert key is not None
+        name = mesh.get_group().group_name
+        gathered = flex_cp_allgather(key, value, dim_of(key, self.seq_dim), name)
+        for i, (name, x) in enumerate(zip(("key", "value"), gathered, strict=True), start=1):
+            if i < len(positional):
+                positional[i] = x
+            else:
+                named[name] = x
+        self._translate_score(query, positional, named, mesh)
+        return tuple(positional), named
+
+    def _translate_score(
+        self, query: Tensor, positional: list[Any], named: dict[str, Any], mesh: DeviceMesh
+    ) -> None:
+        at_three = positional[3] if len(positional) > 3 else None
+        is_score = callable(at_three) and not isinstance(at_three, BlockMask)
+        score_mod = at_three if is_score else named.get("score_mod")
+        if score_mod is None:
+            return
+        known = [positions_of(x) for x in (*positional[3:], *named.values())]
+        at = next((x for x in known if x is not None), None)
+        if at is None:
+            group = group_of(mesh)
+            layout = group.layout_of(query.shape[self.seq_dim], query.device)
+            order = [layout.positions(r).to(query.device) for r in range(group.size)]
+            at = (order[group.rank], torch.cat(order, dim=-1))
+        translated = on_global_positions(score_mod, *at)
+        if is_score:
+            positional[3] = translated
+        else:
+            named["score_mod"] = translated
+        # The block mask must not have it translated once more.
+        positional[3:] = [_without_positions(x) for x in positional[3:]]
+        named.update({name: _without_positions(x) for name, x in named.items()})
+
+    def sdpa_input_fn(
+        self,
+        module: nn.Module | None,  # noqa: ARG002
+        args: Any,
+        kwargs: Any,
+        mesh: DeviceMesh,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """From here on, the module's attention is that of the whole sequence."""
+        new_args = tuple(self._local(x) for x in args)
+        new_kwargs = {name: self._local(x) for name, x in kwargs.items()}
+        running = ExitStack()
+        running.enter_context(patched_sdpa(lambda _: sharded_sdpa(mesh)))
+        self._running.append(running)
+        return new_args, new_kwargs
+
+    def sdpa_output_fn(
+        self,
+        module: nn.Module | None,  # noqa: ARG002
+        inputs: Any,  # noqa: ARG002
+        outputs: Any,
+        mesh: DeviceMesh,  # noqa: ARG002
+    ) -> Any:
+        """Ends what the input function began, also if the module has raised."""
+        if self._running:
+            self._running.pop().close()
+        if isinstance(outputs, tuple | list):
+            return type(outputs)(x.to_local() if isinstance(x, DTensor) else x for x in outputs)
+        return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+
+    def _local(self, x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        if x.placements != (Shard(dim_of(x, self.seq_dim)),):
+            raise AssertionError(
+                f"a DTensor must be sharded as Shard({self.seq_dim}), got {x.placements}"
+            )
+        return x.to_local()
+
+
+def _without_positions(x: Any) -> Any:
+    if positions_of(x) is None:
+        return x
+    plain = copy.copy(x)
+    del plain._flexcp_positions
+    return plain
+
+
+def _enable_context_parallel_dispatcher() -> None:
+    """From now on, `F.scaled_dot_product_attention` of DTensors sharded along the sequence works.
+
+    Without it, only within `context_parallel` and modules with `_ContextParallel`.
+    """
+    if not hasattr(functional.scaled_dot_product_attention, "_flexcp_before"):
+        before = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = sharded_for_dtensors(before)
+        functional.scaled_dot_product_attention._flexcp_before = before  # type: ignore[attr-defined]
+
+
+def _disable_context_parallel_dispatcher() -> None:
+    """Undoes `_enable_context_parallel_dispatcher`."""
+    before = getattr(functional.scaled_dot_product_attention, "_flexcp_before", None)
+    if before is not None:
+        functional.scaled_dot_product_attention = before

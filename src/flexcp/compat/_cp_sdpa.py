@@ -1,0 +1,196 @@
+"""scaled_dot_product_attention over a sharded sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from flexcp.comm import Transport
+from flexcp.compat._cp_layout import Group, group_of
+from flexcp.compat._cp_options import _cp_options, _RotateMethod
+from flexcp.compat._cp_transport import (
+    CollectiveTransport,
+    GatheringTransport,
+    backward_in_step,
+)
+from flexcp.eager import planning
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout
+from flexcp.masks import causal, full
+from flexcp.plan import Plan, make_plan
+from flexcp.plan.mesh import Ranks
+from flexcp.runtime.parallel import attention
+
+_MOST_PLANS = 32
+"""Plans that a group keeps."""
+
+Sdpa = Callable[..., Tensor]
+
+
+def sharded_sdpa(mesh: DeviceMesh) -> Sdpa:
+    """`F.scaled_dot_product_attention` for tensors whose sequence is sharded over a mesh."""
+
+    @planning
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        _refuse(attn_mask, dropout_p)
+        query, key, value = (_local(x, mesh) for x in (query, key, value))
+        return _attend(group_of(mesh), query, key, value, is_causal, scale, enable_gqa)
+
+    return scaled_dot_product_attention
+
+
+@contextmanager
+def patched_sdpa(make: Callable[[Sdpa], Sdpa]) -> Iterator[None]:
+    """`F.scaled_dot_product_attention` is `make` of what it was, until the body ends."""
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = make(before)
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+def sharded_for_dtensors(before: Sdpa) -> Sdpa:
+    """Attention that knows DTensors whose sequence is sharded, and leaves all else as it was."""
+
+    def scaled_dot_product_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (isinstance(query, DTensor) and _is_sequence(query)):
+            return before(query, *args, **kwargs)
+        mesh = query.device_mesh
+        out = sharded_sdpa(mesh)(query, *args, **kwargs)
+        return DTensor.from_local(out, mesh, query.placements, run_check=False)
+
+    return scaled_dot_product_attention
+
+
+def _is_sequence(x: DTensor) -> bool:
+    return x.device_mesh.ndim == 1 and x.placements == (Shard(x.dim() - 2),)
+
+
+def _local(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    if x.device_mesh != mesh or not _is_sequence(x):
+        raise AssertionError(
+            f"a DTensor must be sharded as Shard({x.dim() - 2}) over the mesh of the sequence, got "
+            f"{x.placements} over {x.device_mesh}"
+        )
+    return x.to_local()
+
+
+def _refuse(attn_mask: Tensor | None, dropout_p: float) -> None:
+    if attn_mask is not None:
+        raise FlexCPError(
+            "attn_mask=None, since a dense mask over the whole sequence is not sharded",
+            "an attn_mask",
+            "say is_causal, or use flexcp.attention, which takes any mask by its rule",
+        )
+    if dropout_p:
+        raise FlexCPError(
+            "dropout_p=0.0, since dropped pairs would differ from those of one process",
+            f"dropout_p={dropout_p}",
+            "pass dropout_p=0.0, or put dropout after attention",
+        )
+
+
+def _attend(
+    group: Group,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    lead = query.shape[:-2]
+    query, key, value = (_with_heads(x) for x in (query, key, value))
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise FlexCPError(
+            "as many heads in key and value as in query",
+            f"{query.shape[1]} query heads and {key.shape[1]} key heads",
+            "pass enable_gqa=True",
+        )
+    if key.shape[2] != query.shape[2]:
+        raise FlexCPError(
+            "queries and keys of the same sequence",
+            f"{query.shape[2]} rows of query and {key.shape[2]} of key on rank {group.rank}",
+            "shard query, key and value alike; for other sequences use one process",
+        )
+    layout = group.layout_of(query.shape[2], query.device)
+    plan = _plan(group, layout, query, key, is_causal)
+    out = cast(Tensor, attention(query, key, value, plan, scale=scale))
+    transport = plan.ranks.transport
+    ring = isinstance(transport, CollectiveTransport) and _is_ring(plan)
+    if ring and out.requires_grad:
+        out = backward_in_step(out, cast(CollectiveTransport, transport))
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+def _is_ring(plan: Plan) -> bool:
+    return plan.schedule_of().name == "ring" and plan.ranks.size > 1
+
+
+def _with_heads(x: Tensor) -> Tensor:
+    """[B, H, L, D], whatever comes before L and D."""
+    if x.dim() == 4:
+        return x
+    if x.dim() < 3:
+        raise FlexCPError(
+            "tensors of 3 or more dimensions, the sequence before the last",
+            f"shape {tuple(x.shape)}",
+            "add a batch dimension",
+        )
+    return x.flatten(0, -3).unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
+
+
+def _plan(group: Group, layout: Layout, q: Tensor, k: Tensor, is_causal: bool) -> Plan:
+    method = _cp_options.rotate_method
+    key = (
+        layout.fingerprint(),
+        is_causal,
+        method,
+        q.shape[:2],
+        k.shape[1],
+        q.shape[3],
+        q.dtype,
+    )
+    plans: dict[Any, Plan] = group.kept.setdefault("plans", {})
+    if key not in plans:
+        while len(plans) >= _MOST_PLANS:
+            plans.pop(next(iter(plans)))
+        plans[key] = make_plan(
+            causal() if is_causal else full(),
+            layout.seq_len,
+            Ranks((group.size,), group.rank, _transport(group, layout, method), group.mesh),
+            layout=layout,
+            schedule="ring" if method is _RotateMethod.ALL_TO_ALL else "allgather",
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[3],
+            dtype=q.dtype,
+            batch=q.shape[0],
+        )
+    return plans[key]
+
+
+def _transport(group: Group, layout: Layout, method: _RotateMethod) -> Transport:
+    if bool((layout.counts == 0).any()):
+        return group.pairs
+    kind = CollectiveTransport if method is _RotateMethod.ALL_TO_ALL else GatheringTransport
+    transports: dict[_RotateMethod, CollectiveTransport] = group.kept.setdefault("transports", {})
+    return transports.setdefault(method, kind(group.pairs))

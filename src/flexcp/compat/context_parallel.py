@@ -1,0 +1,265 @@
+"""PyTorch's context parallelism under its own names: change the import, and code runs as it is.
+
+Stands for `torch.distributed.tensor.experimental` and its `_context_parallel`. Any length, any
+balancer, CPU too, forward and backward, and nothing global is left switched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexcp.compat._cp_balancers import (
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PerDocumentHeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+)
+from flexcp.compat._cp_block_mask import shard_block_mask
+from flexcp.compat._cp_gather import flex_cp_allgather
+from flexcp.compat._cp_layout import balanced_layout, default_layout, dim_of, group_of
+from flexcp.compat._cp_layout import shard as _shard
+from flexcp.compat._cp_layout import unshard as _unshard
+from flexcp.compat._cp_module import (
+    _ContextParallel,
+    _disable_context_parallel_dispatcher,
+    _enable_context_parallel_dispatcher,
+)
+from flexcp.compat._cp_options import (
+    _CausalBehavior,
+    _cp_options,
+    _is_causal_behavior,
+    _RotateMethod,
+    own_switches,
+    set_rotate_method,
+)
+from flexcp.compat._cp_sdpa import patched_sdpa, sharded_sdpa
+from flexcp.eager import planning
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout
+
+__all__ = [
+    "_CausalBehavior",
+    "_ContextParallel",
+    "_HeadTailLoadBalancer",
+    "_LoadBalancer",
+    "_PTRRLoadBalancer",
+    "_PerDocumentHeadTailLoadBalancer",
+    "_RotateMethod",
+    "_context_parallel_shard",
+    "_cp_options",
+    "_disable_context_parallel_dispatcher",
+    "_enable_context_parallel_dispatcher",
+    "_is_causal_behavior",
+    "context_parallel",
+    "context_parallel_unshard",
+    "flex_cp_allgather",
+    "set_rotate_method",
+]
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: list[Tensor] | None = None,
+    buffer_seq_dims: list[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+) -> Iterator[None]:
+    """In its body, `F.scaled_dot_product_attention` runs over a sequence sharded over a mesh.
+
+    Contexts nest; each is for its own mesh.
+
+    Args:
+        mesh: A DeviceMesh of one dimension.
+        buffers: Tensors with a sequence dimension, such as tokens, labels and positions. They hold
+            this rank's rows in the body, head-tail unless `_cp_options.enable_load_balance` is
+            off, and are whole again after it.
+        buffer_seq_dims: The sequence dimension of each buffer.
+        no_restore_buffers: Those of `buffers` that may stay sharded.
+
+    >>> from flexcp.testing.processes import spawn
+    >>> def rank(mesh):
+    ...     x = torch.arange(8.0)
+    ...     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+    ...         inside = x.tolist()
+    ...     return inside, len(x)
+    >>> spawn(rank, 2)
+    [([0.0, 1.0, 6.0, 7.0], 8), ([2.0, 3.0, 4.0, 5.0], 8)]
+    """
+    buffers = [] if buffers is None else list(buffers)
+    dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
+    unrestored = {id(b) for b in (no_restore_buffers or ())}
+    _require_buffers(buffers, dims, unrestored)
+    group = group_of(mesh)
+    layouts: dict[int, Layout] = {}
+    shards = []
+    with torch.no_grad():
+        for buffer, dim in zip(buffers, dims, strict=True):
+            length = buffer.shape[dim_of(buffer, dim)]
+            if length not in layouts:
+                layouts[length] = default_layout(length, group.size)
+            shards.append(_shard(buffer, dim, layouts[length], group.rank))
+    originals = [buffer.data for buffer in buffers]
+    for layout in layouts.values():
+        group.remember(layout)
+    group.open.append(list(layouts.values()))
+    try:
+        for buffer, part in zip(buffers, shards, strict=True):
+            _hold(buffer, part)
+        with own_switches(), patched_sdpa(lambda _: sharded_sdpa(mesh)):
+            yield
+    finally:
+        group.open.pop()
+        for buffer, original in zip(buffers, originals, strict=True):
+            if id(buffer) not in unrestored:
+                _hold(buffer, original)
+
+
+def _require_buffers(buffers: list[Tensor], dims: list[int], unrestored: set[int]) -> None:
+    if len(buffers) != len(dims):
+        raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
+    if not unrestored <= {id(b) for b in buffers}:
+        raise ValueError("`no_restore_buffers` must be a subset of `buffers`.")
+    if len({id(b) for b in buffers}) != len(buffers):
+        raise FlexCPError("each buffer once", "one that comes twice", "list it once")
+    for number, buffer in enumerate(buffers):
+        if buffer.grad_fn is not None:
+            raise FlexCPError(
+                "buffers without a gradient history, since they are sharded in place",
+                f"buffer {number} of shape {tuple(buffer.shape)}, a result of other tensors",
+                "shard it with _context_parallel_shard, which is differentiable, or detach it",
+            )
+
+
+def _hold(buffer: Tensor, data: Tensor) -> None:
+    """Gives a tensor other contents, of any shape; what it was saved for must not use it now."""
+    buffer.data = data
+    torch.autograd.graph.increment_version(buffer)
+
+
+Buffer = Tensor | BlockMask
+"""What can be sharded."""
+
+
+@overload
+def _context_parallel_shard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Buffer],
+    seq_dims: Sequence[int],
+    load_balancer: _LoadBalancer | None = None,
+) -> Any: ...
+
+
+@overload
+def _context_parallel_shard(
+    mesh: DeviceMesh,
+    buffers: Mapping[str, Buffer],
+    seq_dims: Mapping[str, int],
+    load_balancer: _LoadBalancer | None = None,
+) -> Any: ...
+
+
+@planning
+def _context_parallel_shard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Buffer] | Mapping[str, Buffer],
+    seq_dims: Sequence[int] | Mapping[str, int],
+    load_balancer: _LoadBalancer | None = None,
+) -> Any:
+    """This rank's part of tensors and block masks, in a list or dict like the one given.
+
+    Args:
+        mesh: A DeviceMesh of one dimension.
+        buffers: Tensors, of which it takes the rank's rows; differentiable. And BlockMasks, of
+            which it makes the one for the rank's queries and the keys of all ranks in rank order.
+        seq_dims: The sequence dimension of each; of no meaning for a BlockMask.
+        load_balancer: The order of tokens; contiguous shards without it.
+    """
+    if len(buffers) != len(seq_dims):
+        raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
+    if isinstance(buffers, Mapping) and isinstance(seq_dims, Mapping):
+        if buffers.keys() != seq_dims.keys():
+            raise ValueError("`seq_dims` must have the pytree structure as `buffers`.")
+        seq_dims = [seq_dims[name] for name in buffers]
+    flat = list(buffers.values()) if isinstance(buffers, Mapping) else list(buffers)
+    dims = list(seq_dims.values()) if isinstance(seq_dims, Mapping) else list(seq_dims)
+    _require_same_device(flat)
+    sharder = _Sharder(mesh, load_balancer)
+    parts = [sharder.part(buffer, dim) for buffer, dim in zip(flat, dims, strict=True)]
+    if isinstance(buffers, Mapping):
+        return dict(zip(buffers, parts, strict=True))
+    return tuple(parts) if isinstance(buffers, tuple) else parts
+
+
+def _require_same_device(buffers: list[Buffer]) -> None:
+    for buffer in buffers:
+        if not isinstance(buffer, Tensor | BlockMask):
+            raise ValueError(f"Unknown buffer type: {type(buffer)}")
+    devices = {x.device if isinstance(x, Tensor) else x.kv_num_blocks.device for x in buffers}
+    if len(devices) > 1:
+        raise AssertionError(
+            f"All buffers must be on the same device, got {sorted(map(str, devices))}"
+        )
+
+
+class _Sharder:
+    """Makes the layout of each length once, and lets the group remember it."""
+
+    def __init__(self, mesh: DeviceMesh, balancer: _LoadBalancer | None) -> None:
+        self._group, self._balancer = group_of(mesh), balancer
+        self._layouts: dict[int, Layout] = {}
+
+    def part(self, buffer: Buffer, dim: int) -> Buffer:
+        """This rank's part."""
+        if isinstance(buffer, Tensor):
+            layout = self._layout(buffer.shape[dim_of(buffer, dim)])
+            return _shard(buffer, dim, layout, self._group.rank)
+        q_len, kv_len = (int(n) for n in buffer.seq_lengths)
+        q_layout, kv_layout = self._layout(q_len), self._layout(kv_len)
+        return shard_block_mask(buffer, q_layout, kv_layout, self._group.rank)
+
+    def _layout(self, length: int) -> Layout:
+        if length not in self._layouts:
+            self._layouts[length] = balanced_layout(self._balancer, length, self._group.size)
+            self._group.remember(self._layouts[length])
+        return self._layouts[length]
+
+
+@planning
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: list[Tensor],
+    seq_dims: list[int],
+    load_balancer: _LoadBalancer | None = None,
+) -> list[Tensor]:
+    """The whole tensors, in their original order, on every rank; differentiable.
+
+    The gradient of a rank's rows is what its own backward pass says of them: every rank is taken to
+    do the same with the whole tensor.
+
+    Args:
+        mesh: A DeviceMesh of one dimension.
+        buffers: This rank's shards.
+        seq_dims: The sequence dimension of each.
+        load_balancer: What they were sharded with. Without it, they are taken to be sharded as this
+            mesh sharded a sequence of their length last, or else as `context_parallel` would.
+    """
+    if len(buffers) != len(seq_dims):
+        raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
+    group = group_of(mesh)
+    whole = []
+    given = None if load_balancer is None else load_balancer._generate_indices(restore=False)
+    for x, dim in zip(buffers, seq_dims, strict=True):
+        if given is not None:
+            layout = balanced_layout(load_balancer, given.shape[-1], group.size)
+        else:
+            layout = group.layout_of(x.shape[dim_of(x, dim)], x.device)
+        whole.append(_unshard(x, dim, layout, group))
+    return whole
