@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexcp.blocks import BlockGrid, build_block_grid
+from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.masks import Mask, as_mask, trace_mask
@@ -102,7 +102,7 @@ def _grids(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> d
     masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
     if not masks:
         raise FlexCPError("at least one mask", "an empty dict", "pass a mask, or a dict of masks")
-    return {name: _grid(m, seq_len, block_size, shape) for name, m in masks.items()}
+    return {name: _merged(_grid(m, seq_len, block_size, shape)) for name, m in masks.items()}
 
 
 def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> BlockGrid:
@@ -155,6 +155,19 @@ def _require_length(mask: Mask, seq_len: int) -> None:
                     "pass the length that the mask was made for, or cut its document ids or other "
                     "tensors to the sequence",
                 )
+
+
+def _merged(grid: BlockGrid) -> BlockGrid:
+    """One plane, if all have the same tiles and none of them is partial: they are the same mask."""
+    first = grid.runs[0]
+    if len(grid.runs) == 1 or any(
+        bool((runs.kind == BlockKind.PARTIAL).any()) or not runs.equals(first) for runs in grid.runs
+    ):
+        return grid
+    planes = type(grid.planes)(
+        grid.planes.b[:1], grid.planes.h[:1], torch.zeros_like(grid.planes.of)
+    )
+    return BlockGrid(grid.q_len, grid.kv_len, grid.block_size, planes, (first,), grid.mask)
 
 
 def _expanded(grid: BlockGrid, shape: AttentionShape) -> BlockGrid:
