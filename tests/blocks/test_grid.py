@@ -330,3 +330,16 @@ def test_infinities_are_compared_like_numbers():
     assert flexcp.build_block_grid(biased, MILLION) == flexcp.build_block_grid(
         masks.causal(), MILLION
     )
+
+
+def test_a_block_mask_for_many_heads_shares_what_is_the_same():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    same = create_block_mask(lambda b, h, q, kv: q >= kv, 4, 8, 300, 300, device="cpu")
+    assert len(BlockGrid.from_block_mask(same).runs) == 1
+    by_head = create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 50 * (h % 2 + 1)), 2, 4, 300, 300, device="cpu"
+    )
+    grid = BlockGrid.from_block_mask(by_head)
+    assert len(grid.runs) == 8
+    assert grid.area() == flexcp.build_block_grid(by_head.mask_mod, 300, batch=2, heads=4).area()

@@ -11,7 +11,7 @@ from flexcp.blocks.measured import Planes
 from flexcp.blocks.runs import BlockKind, Runs
 from flexcp.eager import planning
 from flexcp.errors import FlexCPError
-from flexcp.masks import Mask
+from flexcp.masks import Mask, trace_mask
 
 _MOST_TILES = 1 << 24
 """Tiles ordered at a time."""
@@ -59,17 +59,36 @@ def from_block_mask(block_mask: BlockMask) -> BlockGrid:
     size = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
     rows, cols = -(-q_len // size[0]), -(-kv_len // size[1])
     lists = _with_batch_and_heads(block_mask.kv_num_blocks, block_mask.kv_indices)
-    kinds = BlockKind.PARTIAL * _listed(*lists, rows, cols)
+    kinds = int(BlockKind.PARTIAL) * _listed(*lists, rows, cols)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full_lists = _with_batch_and_heads(
             block_mask.full_kv_num_blocks, block_mask.full_kv_indices
         )
         kinds = torch.where(_listed(*full_lists, rows, cols) > 0, int(BlockKind.FULL), kinds)
+    mask = Mask(block_mask.mask_mod)
+    planes = _planes(kinds, mask)
+    runs = tuple(Runs.from_dense(kinds[b, h]) for b, h in zip(planes.b, planes.h, strict=True))
+    return BlockGrid(q_len, kv_len, size, planes, runs, mask)
+
+
+def _planes(kinds: Tensor, mask: Mask) -> Planes:
+    """Batch elements and heads with the same lists share a plane, if the mask can't differ."""
     batch, heads = kinds.shape[:2]
     every = torch.arange(batch * heads)
-    planes = Planes(every // heads, every % heads, every.view(batch, heads))
-    runs = tuple(Runs.from_dense(dense) for dense in kinds.flatten(0, 1).to(torch.int8))
-    return BlockGrid(q_len, kv_len, size, planes, runs, Mask(block_mask.mask_mod))
+    if batch * heads == 1 or _reads_batch_or_head(mask):
+        return Planes(every // heads, every % heads, every.view(batch, heads))
+    lists = kinds.reshape(batch * heads, -1)
+    _, plane = torch.unique(lists, dim=0, return_inverse=True)
+    own = torch.full((int(plane.max()) + 1,), batch * heads)
+    own.scatter_reduce_(0, plane, every, "amin")  # the first with these lists
+    return Planes(own // heads, own % heads, plane.view(batch, heads))
+
+
+def _reads_batch_or_head(mask: Mask) -> bool:
+    try:
+        return bool(trace_mask(mask.mask_mod).reads & {"b", "h"})
+    except FlexCPError:  # of a sliced BlockMask, which must not be evaluated
+        return True
 
 
 def _as_torch_sees_it(grid: BlockGrid, runs: Runs) -> Tensor:
