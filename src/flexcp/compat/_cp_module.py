@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_map_only
 
 from flexcp.compat._cp_gather import flex_cp_allgather
 from flexcp.compat._cp_layout import dim_of, group_of
@@ -141,9 +142,7 @@ class _ContextParallel(ParallelStyle):
         """Ends what the input function began, also if the module has raised."""
         if self._running:
             self._running.pop().close()
-        if isinstance(outputs, tuple | list):
-            return type(outputs)(x.to_local() if isinstance(x, DTensor) else x for x in outputs)
-        return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+        return tree_map_only(DTensor, lambda x: x.to_local(), outputs)
 
     def _local(self, x: Any) -> Any:
         if not isinstance(x, DTensor):
@@ -158,9 +157,11 @@ class _ContextParallel(ParallelStyle):
 def _without_positions(x: Any) -> Any:
     if positions_of(x) is None:
         return x
-    plain = copy.copy(x)
-    del plain._flexcp_positions
-    return plain
+    kept = vars(x)
+    if "_flexcp_plain" not in kept:  # made once, so that what is planned for it is kept too
+        kept["_flexcp_plain"] = copy.copy(x)
+        del kept["_flexcp_plain"]._flexcp_positions
+    return kept["_flexcp_plain"]
 
 
 def _enable_context_parallel_dispatcher() -> None:

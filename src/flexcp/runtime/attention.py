@@ -20,6 +20,7 @@ from flexcp.runtime.autograd import Attention, Call
 from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.compiled import compiled_attention
 from flexcp.runtime.planning import MaskLike, as_grid, prepare
+from flexcp.runtime.positions import on_global_positions, positions_of
 from flexcp.runtime.traced import traced_attention
 
 
@@ -76,6 +77,9 @@ def flex_attention(
         )
     if sinks is not None:
         check_sinks(sinks, query)
+    positions = positions_of(block_mask)
+    if score_mod is not None and positions is not None:
+        score_mod = on_global_positions(score_mod, *positions)
     query, key, value = _autocast(query, key, value)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
