@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional
 
 from flexcp.comm.simulated import RankError
 from flexcp.compat.context_parallel import (
@@ -36,7 +36,7 @@ def _qkvg(length, batch=2, heads=4, kv_heads=2, dim=8):
 
 def _one_process(q, k, v, g, is_causal):
     x = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*x, is_causal=is_causal, enable_gqa=True)
+    out = functional.scaled_dot_product_attention(*x, is_causal=is_causal, enable_gqa=True)
     out.backward(g)
     return [out.detach(), *(t.grad for t in x)]
 
@@ -66,7 +66,7 @@ def test_attention_and_gradients_equal_one_process(length, ranks, method, is_cau
         buffers = [t.clone() for t in tensors]
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, -2, 2, 2]):
             x = [t.detach().clone().requires_grad_() for t in buffers[:3]]
-            out = F.scaled_dot_product_attention(*x, is_causal=is_causal, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(*x, is_causal=is_causal, enable_gqa=True)
             out.backward(buffers[3])
         parts = [out.detach(), *(t.grad for t in x)]
         return context_parallel_unshard(mesh, parts, [2, 2, -2, 2])
@@ -87,7 +87,9 @@ def test_collectives_are_those_that_pytorch_makes(ranks):
                 set_rotate_method(method)
                 x = [t.detach().clone().requires_grad_() for t in buffers[:3]]
                 with CommDebugMode() as forward:
-                    out = F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+                    out = functional.scaled_dot_product_attention(
+                        *x, is_causal=True, enable_gqa=True
+                    )
                 with CommDebugMode() as backward:
                     out.backward(buffers[3])
             counts[method] = [
@@ -105,7 +107,7 @@ def test_collectives_are_those_that_pytorch_makes(ranks):
 
 def test_buffers_hold_the_ranks_rows_in_the_body_and_are_whole_after_it():
     def rank(mesh):
-        original = F.scaled_dot_product_attention
+        original = functional.scaled_dot_product_attention
         tokens, table, dropped = torch.arange(8), torch.arange(16.0).view(2, 8), torch.arange(8)
         memory = tokens.data_ptr()
         with context_parallel(
@@ -115,9 +117,9 @@ def test_buffers_hold_the_ranks_rows_in_the_body_and_are_whole_after_it():
             no_restore_buffers={dropped},
         ):
             inside = (tokens.tolist(), table.shape[1])
-            patched = F.scaled_dot_product_attention is not original
+            patched = functional.scaled_dot_product_attention is not original
         restored = tokens.data_ptr() == memory and torch.equal(tokens, torch.arange(8))
-        unpatched = F.scaled_dot_product_attention is original
+        unpatched = functional.scaled_dot_product_attention is original
         return inside, patched, restored and unpatched, table.shape[1], dropped.tolist()
 
     first, second = spawn(rank, 2)
@@ -127,15 +129,17 @@ def test_buffers_hold_the_ranks_rows_in_the_body_and_are_whole_after_it():
 
 def test_an_exception_in_the_body_leaves_everything_as_it_was():
     def rank(mesh):
-        original, x = F.scaled_dot_product_attention, torch.arange(9.0)
-        with (
-            pytest.raises(KeyError),
-            context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]),
-        ):
-            set_rotate_method("alltoall")
-            raise KeyError("in the body")
+        original, x = functional.scaled_dot_product_attention, torch.arange(9.0)
+
+        def body():
+            with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+                set_rotate_method("alltoall")
+                raise KeyError("in the body")
+
+        with pytest.raises(KeyError):
+            body()
         options = _cp_options.rotate_method is _RotateMethod.ALL_GATHER
-        return F.scaled_dot_product_attention is original and len(x) == 9 and options
+        return functional.scaled_dot_product_attention is original and len(x) == 9 and options
 
     assert spawn(rank, 2) == [True, True]
 
@@ -152,7 +156,7 @@ def test_contexts_nest_and_keep_their_own_mesh_and_rotation():
             x = [t.clone() for t in tensors[:3]]
             with context_parallel(inner, buffers=x, buffer_seq_dims=[2] * 3):
                 methods.append(_cp_options.rotate_method.name)
-                out = F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+                out = functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
             found.append(context_parallel_unshard(inner, [out], [2])[0])
 
         outer = [t.clone() for t in tensors[:3]]
@@ -160,7 +164,7 @@ def test_contexts_nest_and_keep_their_own_mesh_and_rotation():
             set_rotate_method("alltoall")
             attend(columns)
             methods.append(_cp_options.rotate_method.name)
-            out = F.scaled_dot_product_attention(*outer, is_causal=True, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(*outer, is_causal=True, enable_gqa=True)
         found.append(context_parallel_unshard(rows, [out], [2])[0])
         methods.append(_cp_options.rotate_method.name)
         return found, methods
@@ -190,11 +194,13 @@ def test_tensors_without_heads_and_with_more_dimensions_work():
         for tensors in (flat, deep):
             x = [t.clone() for t in tensors]
             with context_parallel(mesh, buffers=x, buffer_seq_dims=[-2] * 3):
-                out = F.scaled_dot_product_attention(*x, is_causal=True, scale=0.3)
+                out = functional.scaled_dot_product_attention(*x, is_causal=True, scale=0.3)
             found += context_parallel_unshard(mesh, [out], [-2])
         return found
 
-    wanted = [F.scaled_dot_product_attention(*t, is_causal=True, scale=0.3) for t in (flat, deep)]
+    wanted = [
+        functional.scaled_dot_product_attention(*t, is_causal=True, scale=0.3) for t in (flat, deep)
+    ]
     assert all(_is_close(found, wanted) for found in spawn(rank, 2))
 
 
@@ -206,7 +212,7 @@ def test_load_balancing_can_be_switched_off():
         _cp_options.enable_load_balance = False
         x, where = [t.clone() for t in tensors[:3]], torch.arange(14)
         with context_parallel(mesh, buffers=[*x, where], buffer_seq_dims=[2, 2, 2, 0]):
-            out = F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
             rows = where.tolist()
         return rows, context_parallel_unshard(mesh, [out], [2])
 
@@ -223,7 +229,7 @@ def test_a_context_without_buffers_takes_the_default_order():
         order = _HeadTailLoadBalancer(12, 2, "cpu")
         x = [t[:, :, order._generate_indices()[0]].chunk(2, 2)[mesh.get_rank()] for t in tensors]
         with context_parallel(mesh):
-            out = F.scaled_dot_product_attention(*x[:3], is_causal=True, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(*x[:3], is_causal=True, enable_gqa=True)
         return context_parallel_unshard(mesh, [out], [2], order)
 
     assert all(_is_close(found, [wanted]) for found in spawn(rank, 2))
@@ -243,7 +249,7 @@ def test_what_attention_cannot_honour_is_an_error_that_names_it():
             ):
                 arguments = {"query": q, "key": k, "value": v} | bad
                 with pytest.raises(ValueError) as caught:
-                    F.scaled_dot_product_attention(**arguments)
+                    functional.scaled_dot_product_attention(**arguments)
                 messages.append(str(caught.value))
         return messages
 
@@ -352,7 +358,7 @@ def test_sharding_leaves_no_switch_behind():
         x, where = [t.clone() for t in tensors[:3]], torch.arange(8)
         with context_parallel(mesh, buffers=[*x, where], buffer_seq_dims=[2, 2, 2, 0]):
             _context_parallel_shard(mesh, [torch.arange(8)], [0], None)
-            out = F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
             found = context_parallel_unshard(mesh, [out], [2])
             balanced = where.tolist()
         return untouched, balanced, found
@@ -383,7 +389,7 @@ class _Attention(nn.Module):
     def forward(self, query, key, value, is_causal=False):
         if self.fails:
             raise KeyError("in the module")
-        return F.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, enable_gqa=True
         )
 
@@ -393,7 +399,7 @@ def test_a_module_with_sdpa_is_parallelized(balanced):
     tensors = _qkvg(15)
 
     def rank(mesh):
-        original = F.scaled_dot_product_attention
+        original = functional.scaled_dot_product_attention
         balancer = _HeadTailLoadBalancer(15, 3, "cpu") if balanced else None
         parts = _context_parallel_shard(mesh, tensors, [2] * 4, balancer)
         style = _ContextParallel(2, _ContextParallel.AttentionType.SDPA)
@@ -404,7 +410,7 @@ def test_a_module_with_sdpa_is_parallelized(balanced):
         module.fails = True
         with pytest.raises(KeyError):
             module(*x)
-        assert F.scaled_dot_product_attention is original
+        assert functional.scaled_dot_product_attention is original
         parts = [out.detach(), *(t.grad for t in x)]
         return context_parallel_unshard(mesh, parts, [2] * 4, balancer)
 
@@ -416,17 +422,19 @@ def test_the_dispatcher_runs_dtensors_and_can_be_switched_off():
     tensors = _qkvg(16)
 
     def rank(mesh):
-        original = F.scaled_dot_product_attention
+        original = functional.scaled_dot_product_attention
         balancer = _HeadTailLoadBalancer(16, 2, "cpu")
         parts = _context_parallel_shard(mesh, tensors[:3], [2] * 3, balancer)
         _enable_context_parallel_dispatcher()
         _enable_context_parallel_dispatcher()
         x = [DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in parts]
-        out = F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
-        plain = F.scaled_dot_product_attention(*tensors[:3], is_causal=True, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+        plain = functional.scaled_dot_product_attention(
+            *tensors[:3], is_causal=True, enable_gqa=True
+        )
         _disable_context_parallel_dispatcher()
         assert isinstance(out, DTensor)
-        assert F.scaled_dot_product_attention is original
+        assert functional.scaled_dot_product_attention is original
         return [*context_parallel_unshard(mesh, [out.to_local()], [2], balancer), plain]
 
     wanted = _one_process(*tensors, True)[0]
