@@ -82,6 +82,12 @@ _groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
 
 def group_of(mesh: DeviceMesh) -> Group:
     """What is known of the group of a mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise FlexCPError(
+            "a DeviceMesh, whose ranks are processes",
+            f"{type(mesh).__name__}",
+            "pass init_device_mesh(...); for simulated ranks use flexcp.make_plan and attention",
+        )
     if mesh.ndim != 1:
         raise FlexCPError(
             "a mesh of one dimension",

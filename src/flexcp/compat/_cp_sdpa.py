@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -48,7 +49,7 @@ def sharded_sdpa(mesh: DeviceMesh) -> Sdpa:
         enable_gqa: bool = False,
     ) -> Tensor:
         _refuse(attn_mask, dropout_p)
-        query, key, value = (_local(x, mesh) for x in (query, key, value))
+        query, key, value = (_autocast(_local(x, mesh)) for x in (query, key, value))
         return _attend(group_of(mesh), query, key, value, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
@@ -91,6 +92,14 @@ def _local(x: Tensor, mesh: DeviceMesh) -> Tensor:
             f"{x.placements} over {x.device_mesh}"
         )
     return x.to_local()
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Attention under autocast runs in the lower type, as torch's does."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def _refuse(attn_mask: Tensor | None, dropout_p: float) -> None:
