@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import (
 
 from flexcp.blocks import build_block_grid
 from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
-from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 from flexcp.eager import planning
 from flexcp.masks import Mask, MaskMod
 from flexcp.tokens import new_token
