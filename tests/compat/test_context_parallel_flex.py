@@ -100,7 +100,7 @@ def _run(mesh, module, tensors, mask, balancer, *, call=None):
 
 
 @pytest.mark.parametrize("name", ["none", "head_tail", "documents", "ptrr"])
-@pytest.mark.parametrize(("length", "ranks"), [(64, 2), (101, 3)])
+@pytest.mark.parametrize(("length", "ranks"), [(64, 2), (101, 3), (4, 3)])
 def test_a_module_with_flex_attention_equals_one_process(name, length, ranks):
     tensors, mask = _qkvg(length), _mask(length)
 
@@ -133,6 +133,19 @@ def test_score_mod_sees_global_positions(name, where):
 
     wanted = _one_process(tensors, _alibi, mask)
     assert all(_is_close(found, wanted) for found in spawn(rank, ranks))
+
+
+def test_a_rank_without_tokens_takes_part():
+    tensors, mask = _qkvg(5), _mask(5, block_size=2)
+
+    def rank(mesh):
+        own = len(_context_parallel_shard(mesh, [torch.arange(5)], [0])[0])
+        return own, _run(mesh, _Attention(score_mod=_alibi), tensors, mask, None)
+
+    wanted = _one_process(tensors, _alibi, mask)
+    results = spawn(rank, 4)
+    assert [own for own, _ in results] == [2, 2, 1, 0]
+    assert all(_is_close(found, wanted) for _, found in results)
 
 
 def test_score_mod_sees_global_positions_without_a_block_mask():

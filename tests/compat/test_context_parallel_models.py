@@ -179,6 +179,33 @@ def test_ranks_whose_backward_passes_differ_all_raise():
     assert all("backward pass of the same attention, got the calls [0, 1]" in m for m in messages)
 
 
+@pytest.mark.parametrize("method", ["allgather", "alltoall"])
+def test_a_rank_that_raises_before_backward_makes_the_other_raise(method):
+    def rank(mesh):
+        ours.set_rotate_method(method)
+        x = torch.randn(1, 1, 4, 4, requires_grad=True)
+        with ours.context_parallel(mesh):
+            out = functional.scaled_dot_product_attention(x, x, x)
+        if mesh.get_rank() == 1:
+            raise KeyError("between forward and backward")
+        out.sum().backward()
+
+    waiting, raised = _errors(rank)
+    assert "no answer on rank 0" in waiting
+    assert "between forward and backward" in raised
+
+
+def test_a_rank_that_does_not_gather_is_named_in_the_error():
+    def rank(mesh):
+        if mesh.get_rank() == 1:
+            raise KeyError("before gathering")
+        x = torch.zeros(1, 1, 2, 2)
+        ours.flex_cp_allgather(x, x, 2, mesh.get_group().group_name)
+
+    waiting, _ = _errors(rank)
+    assert "all 2 ranks to take part in flex_cp_allgather, got no answer on rank 0" in waiting
+
+
 def test_simulated_ranks_are_refused_with_the_way_out():
     with pytest.raises(RankError) as caught:
         simulate(lambda mesh: ours.context_parallel_unshard(mesh, [torch.zeros(1)], [0]), 2)

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
 from flexcp.eager import planning
-from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.masks import MaskMod
 from flexcp.runtime.positions import keep_positions
@@ -33,24 +32,50 @@ def shard_block_mask(
             f"Cannot rearrange buffer: the load balancer has {lanes} batch elements, but the "
             f"BlockMask has {batch}."
         )
-    if q_at.shape[-1] == 0:
-        raise FlexCPError(
-            "a rank with at least one token, since torch has no BlockMask without rows",
-            f"none on rank {rank} of {q_layout.ranks}, at {q_layout.seq_len} tokens",
-            "use fewer ranks, or flexcp.attention, which takes any length",
-        )
     size = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
-    grid = build_block_grid(
-        _relabelled(_rule(block_mask), q_at, kv_at),
-        q_at.shape[-1],
-        kv_at.shape[-1],
-        block_size=size,
-        batch=max(batch, lanes),
-        heads=heads,
-    )
-    local = grid.to_block_mask(device=device)
+    mask_mod = _relabelled(_rule(block_mask), q_at, kv_at)
+    lead = (max(batch, lanes), heads)
+    if q_at.shape[-1] == 0:
+        local = _without_rows(mask_mod, lead, kv_at.shape[-1], size, device)
+    else:
+        local = build_block_grid(
+            mask_mod,
+            q_at.shape[-1],
+            kv_at.shape[-1],
+            block_size=size,
+            batch=lead[0],
+            heads=lead[1],
+        ).to_block_mask(device=device)
     keep_positions(local, q_at, kv_at)
     return local
+
+
+def _without_rows(
+    mask_mod: MaskMod,
+    lead: tuple[int, int],
+    kv_len: int,
+    size: tuple[int, int],
+    device: torch.device,
+) -> BlockMask:
+    """The BlockMask of a rank without tokens, so that it takes part like the others."""
+    columns = -(-kv_len // size[1])
+
+    def lists(*shape: int) -> Tensor:
+        return torch.zeros(*lead, *shape, dtype=torch.int32, device=device)
+
+    return BlockMask(
+        seq_lengths=(0, kv_len),
+        kv_num_blocks=lists(0),
+        kv_indices=lists(0, columns),
+        full_kv_num_blocks=lists(0),
+        full_kv_indices=lists(0, columns),
+        q_num_blocks=lists(columns),
+        q_indices=lists(columns, 0),
+        full_q_num_blocks=lists(columns),
+        full_q_indices=lists(columns, 0),
+        BLOCK_SIZE=size,
+        mask_mod=mask_mod,
+    )
 
 
 def _batch_and_heads(block_mask: BlockMask) -> tuple[int, int]:

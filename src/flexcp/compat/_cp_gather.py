@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 
+from flexcp.compat._cp_transport import answered
+
 
 @torch.library.custom_op("flexcp::flex_cp_allgather", mutates_args=())
 def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
@@ -81,7 +83,7 @@ def _group(name: str) -> ProcessGroup:
 def _sizes(k_rows: int, v_rows: int, device: torch.device, group: ProcessGroup) -> list[list[int]]:
     """Rows of K and of V, by rank."""
     own = torch.tensor([k_rows, v_rows], device=device)
-    every = funcol.wait_tensor(funcol.all_gather_single(own, 0, group))
+    every = _all_gather(own, group)
     table: list[list[int]] = every.view(-1, 2).t().tolist()
     return table
 
@@ -90,17 +92,24 @@ def _gathered(x: Tensor, dim: int, sizes: list[int], group: ProcessGroup) -> Ten
     rows, most = x.movedim(dim, 0), max(sizes)
     padded = rows.new_zeros(most, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
-    every = funcol.wait_tensor(funcol.all_gather_single(padded, 0, group))
+    every = _all_gather(padded, group)
     parts = [part[:n] for part, n in zip(every.split(most), sizes, strict=True)] if most else [rows]
     return torch.cat(parts).movedim(0, dim).contiguous()
 
 
 def _summed(grad: Tensor, dim: int, sizes: list[int], group: ProcessGroup) -> Tensor:
     rows, own = grad.movedim(dim, 0).contiguous(), sizes[group.rank()]
-    came = funcol.all_to_all_single(rows, [own] * group.size(), sizes, group)
-    parts = funcol.wait_tensor(came).view(group.size(), own, *rows.shape[1:])
+    with answered(group, "the gradient of flex_cp_allgather"):
+        came = funcol.all_to_all_single(rows, [own] * group.size(), sizes, group)
+        parts = funcol.wait_tensor(came).view(group.size(), own, *rows.shape[1:])
     total: Tensor = parts.sum(0)
     return total.movedim(0, dim).contiguous()
+
+
+def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    with answered(group, "flex_cp_allgather"):
+        every: Tensor = funcol.wait_tensor(funcol.all_gather_single(x, 0, group))
+    return every
 
 
 def _longer(x: Tensor, dim: int, times: int) -> Tensor:

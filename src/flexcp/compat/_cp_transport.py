@@ -6,17 +6,34 @@ part in every collective, so plans in which a rank has no tokens travel pairwise
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from flexcp.comm.interface import Pending
 from flexcp.comm.transport import ProcessTransport
 from flexcp.errors import FlexCPError
+
+
+@contextmanager
+def answered(group: ProcessGroup, label: str) -> Iterator[None]:
+    """Says which collective failed, if one does: torch's message says only how."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise FlexCPError(
+            f"all {group.size()} ranks to take part in {label}",
+            f"no answer on rank {group.rank()}: {reason}",
+            "look at the output of the other ranks: one has ended, raised, or is not in the same "
+            "call",
+        ) from error
 
 
 @dataclass(eq=False)
@@ -31,10 +48,8 @@ class _Arriving:
 
     def wait(self) -> list[Tensor]:
         """The received tensors, in the order of the receives."""
-        try:
+        with answered(self.pairs.group, self.label):
             whole = funcol.wait_tensor(self.moving)
-        except RuntimeError as error:
-            raise self.pairs.lost(_neighbour(self.pairs), "receive", self.label, error) from error
         parts = whole.split(self.sizes)
         return [
             part[: _elements(s)].view(*s) for part, s in zip(parts, self.shapes, strict=True) if s
@@ -76,7 +91,8 @@ class CollectiveTransport:
         whole = torch.cat([to[r].detach().reshape(-1) if r in to else empty for r in everyone])
         given = [to[r].numel() if r in to else 0 for r in everyone]
         taken = [_elements(came[r]) if r in came else 0 for r in everyone]
-        moving = funcol.all_to_all_single(whole, taken, given, self.pairs.group)
+        with answered(self.pairs.group, label):
+            moving = funcol.all_to_all_single(whole, taken, given, self.pairs.group)
         shapes = [came.get(r, ()) for r in everyone]
         return _Arriving(moving, taken, shapes, self.pairs, label)
 
@@ -122,7 +138,8 @@ class GatheringTransport(CollectiveTransport):
         came = dict(receives)
         most = max(own.numel(), *(_elements(shape) for shape in came.values()))
         padded = torch.cat([own, own.new_zeros(most - own.numel())])
-        moving = funcol.all_gather_single(padded, 0, self.pairs.group)
+        with answered(self.pairs.group, label):
+            moving = funcol.all_gather_single(padded, 0, self.pairs.group)
         shapes = [came.get(r, ()) for r in range(self.world_size)]
         return _Arriving(moving, [most] * self.world_size, shapes, self.pairs, label)
 
@@ -146,9 +163,10 @@ class _InStep(torch.autograd.Function):
         transport: CollectiveTransport = ctx.transport
         own = torch.full((transport.world_size,), ctx.number, device=grad.device)
         ones = [1] * transport.world_size
-        numbers = funcol.wait_tensor(
-            funcol.all_to_all_single(own, ones, ones, transport.pairs.group)
-        ).tolist()
+        group = transport.pairs.group
+        with answered(group, f"the beginning of backward pass {ctx.number}"):
+            moving = funcol.all_to_all_single(own, ones, ones, group)
+            numbers = funcol.wait_tensor(moving).tolist()
         if len(set(numbers)) > 1:
             raise FlexCPError(
                 "all ranks to run the backward pass of the same attention",
@@ -160,7 +178,3 @@ class _InStep(torch.autograd.Function):
 
 def _elements(shape: Sequence[int]) -> int:
     return int(torch.Size(shape).numel())
-
-
-def _neighbour(pairs: ProcessTransport) -> int:
-    return (pairs.rank - 1) % pairs.world_size

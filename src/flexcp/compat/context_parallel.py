@@ -106,7 +106,7 @@ def context_parallel(
             if length not in layouts:
                 layouts[length] = default_layout(length, group.size)
             shards.append(_shard(buffer, dim, layouts[length], group.rank))
-    originals = [buffer.data for buffer in buffers]
+    originals = [None if id(b) in unrestored else b.data for b in buffers]
     for layout in layouts.values():
         group.remember(layout)
     group.open.append(list(layouts.values()))
@@ -118,7 +118,7 @@ def context_parallel(
     finally:
         group.open.pop()
         for buffer, original in zip(buffers, originals, strict=True):
-            if id(buffer) not in unrestored:
+            if original is not None:
                 _hold(buffer, original)
 
 

@@ -21,6 +21,8 @@ def positions_of(block_mask: object) -> tuple[Tensor, Tensor] | None:
 
 def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -> ScoreFunction:
     """A score_mod that is called with rows and columns, and sees positions."""
+    if q_at.shape[-1] == 0:  # a rank without queries has no position to look up
+        return score_mod
 
     def seen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if q_at.dim() == 2:
