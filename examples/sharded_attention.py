@@ -46,7 +46,8 @@ def main() -> None:
     print(ranks[0][1])
     print(f"\n{options.ranks} ranks against one process, largest difference of any entry:")
     for name, found, want in zip(("out", "dq", "dk", "dv"), ranks[0][0], expected, strict=True):
-        print(f"  {name:3} {float((found - want).abs().max()):.1e} of {float(want.abs().max()):.1f}")
+        largest = float(want.abs().max())
+        print(f"  {name:3} {float((found - want).abs().max()):.1e} of {largest:.1f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from flexcp.blocks.pick import pick
 from flexcp.masks.lookup import as_bound, value_extremes
 from flexcp.masks.ranges import EXACT, Range
 
-_CHUNK = 1 << 14
+_CHUNK = 30_000
 """Positions evaluated at a time: so few that torch stays on one thread, within its cache."""
 
 
@@ -67,11 +67,27 @@ class Axis:
 
     def pyramid_of(self, values: Tensor) -> Pyramid:
         """The pyramid of values [groups, S] that are given for every position."""
-        extremes = [
-            value_extremes(values[:, self.positions(chunk) - self.first[0]])
-            for chunk in self.chunks()
-        ]
-        return measure(extremes)
+        width = self._even_width
+        if width is None:
+            at = self.first[0]
+            return measure(
+                [value_extremes(values[:, self.positions(c) - at]) for c in self.chunks()]
+            )
+        even = values.shape[1] // width * width
+        cells = values[:, :even].reshape(values.shape[0], -1, width)
+        step = max(1, _CHUNK // (width * values.shape[0]))
+        parts = list(cells.split(step, dim=1)) if even else []
+        if even < values.shape[1]:
+            parts.append(values[:, None, even:])
+        return measure([value_extremes(part) for part in parts])
+
+    @cached_property
+    def _even_width(self) -> int | None:
+        """Tokens of each cell, if they follow each other and only the last may be shorter."""
+        width = int(self.sizes[0])
+        even = bool((self.sizes[:-1] == width).all()) and 0 < int(self.sizes[-1]) <= width
+        follows = bool((self.first[1:] == self.last[:-1] + 1).all())
+        return width if even and follows else None
 
     def chunks(self) -> list[slice]:
         """The cells in pieces whose positions may be evaluated at once."""

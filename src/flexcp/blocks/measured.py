@@ -12,7 +12,7 @@ from flexcp.blocks.axis import Axis, Pyramid, measure
 from flexcp.blocks.pick import in_parts, pick
 from flexcp.blocks.relabel import renumbered, unsorted_equalities
 from flexcp.errors import FlexCPError
-from flexcp.masks.graph import MaskGraph
+from flexcp.masks.graph import INPUTS, MaskGraph
 from flexcp.masks.intervals import Analysis, analyse
 from flexcp.masks.lookup import as_bound, value_extremes
 from flexcp.masks.ranges import EXACT, Range, rising_alone
@@ -236,7 +236,28 @@ def _of_positions(cells: Axis) -> Pyramid:
     return Pyramid(Range(lo, hi, lo, hi))
 
 
+def _captured(graph: MaskGraph, leaf: int, axis: str, cells: Axis, b: Tensor) -> Tensor | None:
+    """[groups, S] A leaf that reads a captured tensor at the position itself, as `ids[b, q]`."""
+    node = graph.nodes[leaf]
+    if node.name != "index":
+        return None
+    table: Tensor | None = graph.nodes[node.args[0].node].value
+    indices = [ref.node for ref in node.args[1] if ref]
+    position = INPUTS.index(axis)
+    first, last = int(cells.first[0]), int(cells.last.max())
+    if table is None or table.dim() != len(indices) or table.shape[-1] <= last:
+        return None
+    if indices == [position]:
+        return table[None, first : last + 1]
+    if indices == [INPUTS.index("b"), position] and int(b.max()) < table.shape[0]:
+        return table[b, first : last + 1]
+    return None
+
+
 def _of_table(graph: MaskGraph, leaf: int, axis: str, cells: Axis, b: Tensor, h: Tensor) -> Pyramid:
+    values = _captured(graph, leaf, axis, cells, b)
+    if values is not None:
+        return cells.pyramid_of(values)
     zero = torch.zeros((), dtype=torch.int64)
     extremes: list[tuple[Tensor, Tensor]] = []
     b, h = b[:, None, None], h[:, None, None]

@@ -20,7 +20,7 @@ def full() -> Mask:
     """
 
     def everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx == q_idx) & (kv_idx == kv_idx) & (b == b) & (h == h)
+        return (q_idx == q_idx) & (kv_idx == kv_idx)
 
     return Mask(everything, "full")
 

@@ -114,7 +114,8 @@ def _results(pipes: list[Connection], ranks: list[Any], timeout: float) -> list[
 
 def _first_cause(failures: dict[int, tuple[BaseException, str]]) -> int:
     """The rank that failed by itself, rather than because it waited for another."""
-    own = [r for r, (e, _) in failures.items() if "no answer on rank" not in str(e)]
+    consequences = ("no answer on rank", "closed by peer", "reset by peer")
+    own = [r for r, (e, _) in failures.items() if not any(c in str(e) for c in consequences)]
     return min(own or failures)
 
 
