@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -149,6 +150,9 @@ def _run(
     pipe.send_bytes(message)
     pipe.close()
     if dist.is_initialized():
+        # Whoever leaves first would cut off those that still read from it.
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
         dist.destroy_process_group()
 
 
