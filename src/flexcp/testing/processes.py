@@ -134,6 +134,7 @@ def _run(
 
     # One thread keeps a fork away from the parent's thread pool, which does not exist here.
     torch.set_num_threads(threads)
+    succeeded = False
     try:
         dist.init_process_group(
             "gloo",
@@ -144,15 +145,16 @@ def _run(
         )
         result = fn(init_device_mesh("cpu", shape))
         message = pickle.dumps(("returned", result))
+        succeeded = True
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         message = pickle.dumps(("failed", (_portable(error), text)))
     pipe.send_bytes(message)
     pipe.close()
     if dist.is_initialized():
-        # Whoever leaves first would cut off those that still read from it.
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
+        if succeeded:  # whoever leaves first would cut off those that still read from it
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
         dist.destroy_process_group()
 
 
