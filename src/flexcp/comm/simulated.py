@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.comm.collectives import PairwiseCollectives
 from flexcp.errors import FlexCPError
 
 
@@ -176,7 +177,7 @@ class _Arriving:
 
 
 @dataclass(eq=False)
-class SimulatedTransport:
+class SimulatedTransport(PairwiseCollectives):
     """The transport of one simulated rank."""
 
     world: World
@@ -201,60 +202,6 @@ class SimulatedTransport:
             self._post(target, x, label)
         wanted = [(source, tuple(shape)) for source, shape in receives]
         return _Arriving(self, wanted, label, like, 0)
-
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank."""
-        everyone = range(self.world_size)
-        return self._swap("all_gather", [x] * self.world_size, shapes, everyone)
-
-    def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """One tensor to each of `ranks`, one from each."""
-        name = "all_to_all of ranks " + ",".join(map(str, ranks))
-        return self._swap(name, parts, shapes, ranks)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, added up in order of rank."""
-        everyone = range(self.world_size)
-        parts = self._swap("all_reduce", [x] * self.world_size, [x.shape] * len(everyone), everyone)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total
-
-    def all_agree(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
-        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor([mine.numel()]), [[1]] * self.world_size)
-        parts = self.all_gather(mine, [[int(n)] for n in sizes])
-        return [bytes(part.tolist()).decode() for part in parts]
-
-    def barrier(self) -> None:
-        """Returns once all ranks have come here."""
-        empty = torch.zeros(0)
-        self._swap(
-            "barrier", [empty] * self.world_size, [[0]] * self.world_size, range(self.world_size)
-        )
-
-    def _swap(
-        self,
-        name: str,
-        parts: Sequence[Tensor],
-        shapes: Sequence[Sequence[int]],
-        ranks: Sequence[int],
-    ) -> list[Tensor]:
-        self._calls[name] = self._calls.get(name, 0) + 1
-        label = f"{name} #{self._calls[name]}"
-        others = [i for i, r in enumerate(ranks) if r != self.rank]
-        pending = self.exchange(
-            [(ranks[i], parts[i]) for i in others],
-            [(ranks[i], shapes[i]) for i in others],
-            like=parts[0],
-            label=label,
-        )
-        came = dict(zip(others, pending.wait(), strict=True))
-        return [came[i] if i in came else parts[i].clone() for i in range(len(ranks))]
 
     def _post(self, target: int, x: Tensor, label: str) -> None:
         if not 0 <= target < self.world_size or target == self.rank:

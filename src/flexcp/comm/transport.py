@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.comm.collectives import PairwiseCollectives
 from flexcp.errors import FlexCPError
 
 
@@ -35,7 +36,7 @@ class _InFlight:
 
 
 @dataclass(eq=False)
-class ProcessTransport:
+class ProcessTransport(PairwiseCollectives):
     """How the ranks of a process group reach each other.
 
     Ranks are counted within `members`, in the order of the mesh. The same calls serve gloo and
@@ -72,6 +73,11 @@ class ProcessTransport:
     def world_size(self) -> int:
         """How many ranks."""
         return len(self.members)
+
+    @property
+    def device(self) -> torch.device:
+        """NCCL moves CUDA tensors only."""
+        return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
 
     def exchange(
         self,
@@ -117,52 +123,3 @@ class ProcessTransport:
             f"no answer on rank {self.rank}: {reason}",
             f"look at the output of rank {peer}: it has ended, raised, or is not in the same call",
         )
-
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank."""
-        everyone = range(self.world_size)
-        return self._swap("all_gather", [x] * self.world_size, shapes, everyone)
-
-    def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """One tensor to each of `ranks`, one from each."""
-        return self._swap("all_to_all", parts, shapes, ranks)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, added up in order of rank: the same bits on every rank."""
-        everyone = range(self.world_size)
-        parts = self._swap("all_reduce", [x] * self.world_size, [x.shape] * len(everyone), everyone)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total
-
-    def all_agree(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
-        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor([mine.numel()]), [[1]] * self.world_size)
-        parts = self.all_gather(mine, [[int(n)] for n in sizes])
-        return [bytes(part.tolist()).decode() for part in parts]
-
-    def barrier(self) -> None:
-        """Returns once all ranks have come here."""
-        self.all_gather(torch.zeros(1), [[1]] * self.world_size)
-
-    def _swap(
-        self,
-        name: str,
-        parts: Sequence[Tensor],
-        shapes: Sequence[Sequence[int]],
-        ranks: Sequence[int],
-    ) -> list[Tensor]:
-        self._calls[name] = self._calls.get(name, 0) + 1
-        others = [i for i, r in enumerate(ranks) if r != self.rank]
-        pending = self.exchange(
-            [(ranks[i], parts[i]) for i in others],
-            [(ranks[i], shapes[i]) for i in others],
-            like=parts[0],
-            label=f"{name} #{self._calls[name]}",
-        )
-        came = dict(zip(others, pending.wait(), strict=True))
-        return [came[i] if i in came else parts[i].detach().clone() for i in range(len(ranks))]
