@@ -58,3 +58,18 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.logaddexp(lse, logits)
     anchor = total.masked_fill(total == -torch.inf, 0.0)
     return out * (lse - anchor).exp_().unsqueeze(-1), total
+
+
+def sinks_gradient(
+    sinks: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> Tensor:
+    """The gradient of what `add_sinks` was given as sinks, from its results and their gradients.
+
+    A sink is a key without a value: its weight's gradient is -(delta - grad_lse).
+    """
+    dtype = lse.dtype
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+    delta = delta if grad_lse is None else delta - grad_lse
+    anchor = lse.masked_fill(lse == -torch.inf, torch.inf)
+    weight = (sinks.to(dtype)[None, :, None] - anchor).exp_()
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)

@@ -53,14 +53,10 @@ class Analysis:
 
     def output_range(self, measured: Mapping[int, Range]) -> Range:
         """What the mask can be on rectangles, given the ranges of the leaves on them."""
-        return self.all_ranges(measured)[self.graph.output]
-
-    def all_ranges(self, measured: Mapping[int, Range]) -> dict[int, Range]:
-        """Like `output_range`, with every step on the way."""
         known = dict(measured)
         for index in self.steps:
             known[index] = self._infer(self.graph.nodes[index], known, index)
-        return known
+        return known[self.graph.output]
 
     def _infer(self, node: Node, known: Mapping[int, Range], index: int) -> Range:
         if index in self.unknown:

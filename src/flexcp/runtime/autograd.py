@@ -12,7 +12,7 @@ from flexcp.errors import FlexCPError
 from flexcp.kernels import flash
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.interface import Partial
-from flexcp.kernels.merge import add_sinks
+from flexcp.kernels.merge import add_sinks, sinks_gradient
 from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
@@ -143,12 +143,7 @@ def run_backward(
         )
         grad_sinks = None
         if sinks is not None:
-            # A sink is a key without a value: its weight's gradient is -(delta - grad_lse).
-            delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
-            delta = delta if grad_lse is None else delta - grad_lse
-            anchor = lse.masked_fill(lse == -torch.inf, torch.inf)
-            weight = (sinks.to(dtype)[None, :, None] - anchor).exp_()
-            grad_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
+            grad_sinks = sinks_gradient(sinks, grad_out, grad_lse, out, lse)
     return (
         found.q.to(q.dtype),
         found.k.to(k.dtype),

@@ -291,12 +291,7 @@ def _put(picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Tensor) 
         batch = batches[pick.batch]
         assert batch is not None, "a batch was dropped before its last use"
         part = batch.index_select(0, pick.source.to(into.device))
-        if len(picks) == 1 and _is_ascending(pick.place, into.shape[0]):
+        if len(picks) == 1 and pick.in_order:  # all rows, where they should be already
             return part
         into.index_copy_(0, pick.place.to(into.device), part)
     return into
-
-
-def _is_ascending(place: Tensor, rows: int) -> bool:
-    """Whether every row is where it should be already."""
-    return place.numel() == rows and bool((place.diff() == 1).all())

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexcp.comm import Transport
 from flexcp.eager import planning
 from flexcp.errors import FlexCPError
-from flexcp.kernels.merge import add_sinks
+from flexcp.kernels.merge import add_sinks, sinks_gradient
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
@@ -250,7 +250,7 @@ class _ParallelAttention(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(out.dtype)
         if grad_lse is not None:
             grad_lse = grad_lse.to(dtype).masked_fill(lse == -torch.inf, 0.0)
-        grad_sinks = _sinks_gradient(rest[0], grad_out, grad_lse, out, lse) if rest else None
+        grad_sinks = sinks_gradient(rest[0], grad_out, grad_lse, out, lse) if rest else None
         inner_out, inner_lse = grad_out, grad_lse
         if swap is not None:
             inner_out = swap.to_heads(grad_out)
@@ -283,15 +283,3 @@ class _ParallelAttention(torch.autograd.Function):
 def _own_heads(sinks: Tensor, swap: Swap) -> Tensor:
     own = swap.heads[swap.place].q
     return sinks[own.start : own.stop]
-
-
-def _sinks_gradient(
-    sinks: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> Tensor:
-    """A sink is a key without a value: its weight's gradient is -(delta - grad_lse)."""
-    dtype = lse.dtype
-    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
-    delta = delta if grad_lse is None else delta - grad_lse
-    anchor = lse.masked_fill(lse == -torch.inf, torch.inf)
-    weight = (sinks.to(dtype)[None, :, None] - anchor).exp_()
-    return -(weight * delta).sum((0, 2)).to(sinks.dtype)

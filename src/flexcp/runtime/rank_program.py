@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -34,6 +35,11 @@ class Pick:
     """int64 [n] Which rows of the batch."""
     place: Tensor
     """int64 [n] Where they go."""
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether they go one after the other."""
+        return bool((self.place.diff() == 1).all())
 
 
 @dataclass(frozen=True, eq=False)
