@@ -31,15 +31,39 @@ def test_planning_and_kernels_need_no_process_group(stage):
         assert not [n for n in imported(path) if n.startswith("torch.distributed")], path
 
 
+OUTSIDE = {  # who may import what beyond torch
+    "testing/strategies.py": {"hypothesis"},
+    "cli": {"typer", "rich"},
+    "integrations": {"transformers", "accelerate"},
+    "verification": {"transformers"},
+}
+
+
 def test_the_library_needs_nothing_but_torch():
-    outside = {"hypothesis"}  # only for the strategies that tests draw from
     for path in SOURCE.rglob("*.py"):
         roots = {name.split(".")[0] for name in imported(path)}
         foreign = roots - set(sys.stdlib_module_names) - {"flexcp", "torch"}
-        assert foreign <= (outside if path.name == "strategies.py" else set()), path
+        place = path.relative_to(SOURCE)
+        allowed = OUTSIDE.get(place.as_posix(), set()) | OUTSIDE.get(place.parts[0], set())
+        assert foreign <= allowed, path
 
 
-def test_importing_it_starts_no_compiler():
-    code = "import flexcp, sys; print('torch._dynamo' in sys.modules)"
+def seen_after(code: str, module: str) -> bool:
+    code = f"{code}; import sys; print({module!r} in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
+    return run.stdout.strip() == "True"
+
+
+def test_importing_it_loads_no_torch():
+    assert not seen_after("import flexcp", "torch")
+
+
+def test_using_every_name_starts_no_compiler():
+    assert not seen_after("from flexcp import *", "torch._dynamo")
+
+
+def test_every_public_name_is_there():
+    assert all(hasattr(flexcp, name) for name in flexcp.__all__)
+    assert set(flexcp.__all__) <= set(dir(flexcp))
+    with pytest.raises(AttributeError, match="no attribute 'focus'"):
+        _ = flexcp.focus

@@ -1,12 +1,16 @@
 """flexcp: exact attention over a sequence that is sharded across devices, for any mask."""
 
-from flexcp import kernels, masks, testing
-from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
-from flexcp.errors import FlexCPError
-from flexcp.layout import Layout
-from flexcp.masks import Mask
-from flexcp.plan import Machine, Plan
-from flexcp.runtime import attention, cross_entropy, flex_attention, make_plan, shard_batch
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexcp import kernels, masks, testing
+    from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
+    from flexcp.errors import FlexCPError
+    from flexcp.layout import Layout
+    from flexcp.masks import Mask
+    from flexcp.plan import Machine, Plan
+    from flexcp.runtime import attention, cross_entropy, flex_attention, make_plan, shard_batch
 
 __all__ = [
     "BlockGrid",
@@ -26,3 +30,35 @@ __all__ = [
     "shard_batch",
     "testing",
 ]
+
+_HOMES = {
+    "flexcp.blocks": ("BlockGrid", "BlockKind", "build_block_grid"),
+    "flexcp.errors": ("FlexCPError",),
+    "flexcp.layout": ("Layout",),
+    "flexcp.masks": ("Mask",),
+    "flexcp.plan": ("Machine", "Plan"),
+    "flexcp.runtime": (
+        "attention",
+        "cross_entropy",
+        "flex_attention",
+        "make_plan",
+        "shard_batch",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_SUBPACKAGES = ("kernels", "masks", "testing")
+
+
+def __getattr__(name: str) -> object:
+    """Public names load on first use: the command line must answer before torch is imported."""
+    if name in _SUBPACKAGES:
+        return import_module(f"flexcp.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'flexcp' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
