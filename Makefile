@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Some CPUs advertise bfloat16 matrix units that trap; this keeps oneDNN to what always works.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
 
-.PHONY: demo test check format bench clean install
+.PHONY: demo test check format bench site figures clean install
 
 install: $(STAMP)
 
@@ -40,6 +40,17 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/block_masks.py --out out/benchmarks
 	$(BIN)/python benchmarks/attention.py --out out/benchmarks
 	$(BIN)/python benchmarks/planning.py --out out/benchmarks
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open out/site/index.html"
+
+figures: $(STAMP)
+	$(BIN)/python scripts/figures.py --out docs/images
 
 clean:
 	rm -rf $(VENV) out build dist

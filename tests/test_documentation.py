@@ -28,3 +28,8 @@ def test_the_links_of_a_page_lead_somewhere(page):
 
 def test_no_page_is_empty():
     assert all(len(page.read_text()) > 200 for page in PAGES)
+
+
+def test_every_page_is_in_the_menu_of_the_site():
+    menu = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
+    assert [page.name for page in PAGES[1:] if f": {page.name}" not in menu] == []
