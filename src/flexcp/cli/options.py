@@ -1,0 +1,52 @@
+"""Options that several commands share, so that they are called and explained alike."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flexcp.cli.sizes import parse_size
+from flexcp.errors import FlexCPError
+
+
+def size_of_option(text: str | int) -> int:
+    """A size from the command line; typer shows the error with the option's name."""
+    try:
+        return parse_size(str(text))
+    except FlexCPError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+MASK_HELP = (
+    "A mask: `causal`, `causal & sliding_window(4096)`, `causal & document(lengths.csv)`, "
+    "`~causal | prefix_lm(128)`, ..., or `package.module:function`."
+)
+
+MaskText = Annotated[str, typer.Argument(help=MASK_HELP, metavar="MASK", show_default=False)]
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=size_of_option,
+        metavar="SIZE",
+        help="Length of the sequence, such as 4096, 128K or 1M. Known already where the mask "
+        "consists of documents of given lengths.",
+        show_default=False,
+    ),
+]
+Ranks = Annotated[int, typer.Option(min=1, help="Devices that share the sequence.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Key and value heads; as many as query heads if not given."),
+]
+HeadDim = Annotated[int, typer.Option(min=1, help="Elements of a head.")]
+Dtype = Annotated[str, typer.Option(help="Type of Q, K and V.")]
+BlockSize = Annotated[
+    int, typer.Option(parser=size_of_option, metavar="SIZE", help="Tokens of a tile's side.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Batch elements.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Other")
+]
