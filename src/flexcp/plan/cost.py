@@ -8,7 +8,9 @@ Swapping rows for heads (Ulysses) comes before and after, and overlaps with noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -38,28 +40,50 @@ class Cost:
         return float(f"{self.forward + self.backward:.9g}")
 
 
-def price(schedule: Schedule, load: Load, machine: Machine, shape: AttentionShape) -> Cost:
-    """What a schedule costs on a machine."""
-    slices = schedule.heads
-    place = max(range(len(slices)), key=lambda u: len(slices[u].q))  # the busiest of a group
+Recorder = Callable[[str, str, int, Tensor, Tensor], None]
+"""Is told what happens: "forward" or "backward"; "receive", "compute" or "return"; the round; and
+float64 [groups] when it begins and ends, in seconds after the pass's first swap of rows for heads.
+A group to which nothing happens begins and ends at once."""
+
+
+def price(
+    schedule: Schedule,
+    load: Load,
+    machine: Machine,
+    shape: AttentionShape,
+    record: Recorder | None = None,
+) -> Cost:
+    """What a schedule costs on a machine; `record` is told what happens when."""
+    slices, place = schedule.heads, _busiest(schedule)
     share = len(slices[place].q) / shape.num_heads
     row_bytes = shape.kv_bytes(len(slices[place].kv)) * elements_per_row(schedule, shape)
     links = _Links(schedule, machine, place, row_bytes)
     per_pair = shape.flops_per_pair / machine.flops * share
-    before, after = _swaps(schedule, machine, shape, place)
+    before, after = swaps(schedule, machine, shape)
     seconds = []
     compute = 0.0
     pairs: Tensor | None = None
-    for what, factor in ((schedule.forward, 1.0), (schedule.backward, machine.backward)):
+    for name, what, factor in (
+        ("forward", schedule.forward, 1.0),
+        ("backward", schedule.backward, machine.backward),
+    ):
         if pairs is None or what.work is not schedule.forward.work:
             pairs = load.of_tasks(what.work, what.rounds)
         work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
         compute += float(work.sum(0).max())
-        seconds.append(_play(what, work, links))
+        seconds.append(_play(what, work, links, partial(record, name) if record else None))
     return Cost(before[0] + seconds[0] + after[0], before[1] + seconds[1] + after[1], compute)
 
 
-def _play(what: Pass, work: Tensor, links: _Links) -> float:
+def _busiest(schedule: Schedule) -> int:
+    """The place within a group that has the most heads."""
+    return max(range(len(schedule.heads)), key=lambda place: len(schedule.heads[place].q))
+
+
+_Note = Callable[[str, int, Tensor, Tensor], None]
+
+
+def _play(what: Pass, work: Tensor, links: _Links, note: _Note | None) -> float:
     """Seconds until the last rank has done all of its work and sent all of its gradients."""
     groups = work.shape[1]
     moving, moves_at = links.times(what.moves, what.rounds, groups)
@@ -73,21 +97,35 @@ def _play(what: Pass, work: Tensor, links: _Links) -> float:
             begin = torch.maximum(channel, done[-2]) if i > 1 else channel
             begin = _both_ends(begin, moves_at[i])
             channel = torch.where(moving[i] > 0, begin + moving[i], channel)
+            if note:
+                note("receive", i, begin, begin + moving[i])
         slowed = work[i] + exposed * (moving[i] + returning[i])
         start = torch.maximum(done[-1], channel)
         done.append(torch.where(work[i] > 0, start + slowed, done[-1]))
-        if i > 0 and returns_at[i - 1] is not None:  # after the next round's rows are on the way
-            channel = _send_home(channel, done[-2], returning[i - 1], returns_at[i - 1])
-    if what.rounds and returns_at[-1] is not None:
-        channel = _send_home(channel, done[-1], returning[-1], returns_at[-1])
+        if note:
+            note("compute", i, start, torch.where(work[i] > 0, start + slowed, start))
+        if i > 0:  # after the next round's rows are on the way
+            channel = _send_home(channel, done[-2], returning, returns_at, i - 1, note)
+    if what.rounds:
+        channel = _send_home(channel, done[-1], returning, returns_at, what.rounds - 1, note)
     return float(torch.maximum(channel, done[-1]).max())
 
 
 def _send_home(
-    channel: Tensor, done: Tensor, cost: Tensor, pairs: tuple[Tensor, Tensor] | None
+    channel: Tensor,
+    done: Tensor,
+    costs: Tensor,
+    pairs: list[tuple[Tensor, Tensor] | None],
+    i: int,
+    note: _Note | None,
 ) -> Tensor:
-    begin = _both_ends(torch.maximum(channel, done), pairs)
-    return torch.where(cost > 0, begin + cost, channel)
+    """When the channels are free after the gradients of round i have left."""
+    if pairs[i] is None:
+        return channel
+    begin = _both_ends(torch.maximum(channel, done), pairs[i])
+    if note:
+        note("return", i, begin, begin + costs[i])
+    return torch.where(costs[i] > 0, begin + costs[i], channel)
 
 
 def _both_ends(begin: Tensor, pairs: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -134,8 +172,8 @@ class _Links:
         return seconds.view(rounds, groups), by_round
 
 
-def _swaps(
-    schedule: Schedule, machine: Machine, shape: AttentionShape, place: int
+def swaps(
+    schedule: Schedule, machine: Machine, shape: AttentionShape
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds of swapping rows for heads before and after the rounds, in forward and backward."""
     if schedule.inner == 1:
@@ -144,7 +182,7 @@ def _swaps(
     per_row = elements_per_row(schedule, shape) * lanes
     own = int(schedule.layout.counts.max()) * per_row
     others = int(schedule.groups.counts.max()) * per_row - own
-    mine = schedule.heads[place]
+    mine = schedule.heads[_busiest(schedule)]
     all_kv = sum(len(s.kv) for s in schedule.heads)
     gather = others * (shape.q_bytes(len(mine.q)) + shape.kv_bytes(len(mine.kv)))
     scatter = own * (shape.q_bytes(shape.num_heads) + shape.kv_bytes(all_kv)) * (inner - 1) // inner
