@@ -113,7 +113,7 @@ def cross_entropy(
             "say what your trainer does with the gradients of the ranks",
         )
     total = functional.cross_entropy(
-        logits.flatten(0, -2).float(),
+        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
         labels.flatten(),
         ignore_index=ignore_index,
         reduction="sum",
