@@ -1,0 +1,102 @@
+"""Loss and gradients of one batch: over the ranks of a mesh, and in one process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import flexcp
+from flexcp.masks import Mask
+from flexcp.plan import Plan, Ranks
+from flexcp.training.config import TrainConfig
+from flexcp.training.data import VOCABULARY, PackedBatch
+from flexcp.training.model import ByteTransformer
+from flexcp.training.team import Team
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a rank needs of a batch."""
+
+    local: dict[str, Tensor | int]
+    """Its rows of tokens, labels and positions, and the number of scored tokens of the batch."""
+    masks: dict[str, Mask]
+    """The mask of each kind of layer."""
+    plan: Plan | None
+    """Who owns which tokens of this batch; None in one process."""
+    plan_seconds: float
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
+        """Attention of these rows over the whole sequence."""
+        if self.plan is None:
+            out = flexcp.flex_attention(q, k, v, block_mask=self.masks[kind], enable_gqa=True)
+        else:
+            out = flexcp.attention(q, k, v, self.plan, mask=kind)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def make_model(config: TrainConfig) -> ByteTransformer:
+    """The same weights on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = ByteTransformer(
+            VOCABULARY,
+            dim=config.dim,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            sliding=config.window is not None,
+        )
+    return model.to(device=config.device, dtype=getattr(torch, config.dtype))
+
+
+def masks_of(batch: PackedBatch, window: int | None) -> dict[str, Mask]:
+    """Causal attention within documents; in layers of kind "sliding", not further than `window`."""
+    lengths = batch.lengths[0] if len(batch.lengths) == 1 else batch.lengths
+    full = flexcp.masks.causal() & flexcp.masks.document(lengths=lengths)
+    if window is None:
+        return {"full": full}
+    return {"full": full, "sliding": full & flexcp.masks.sliding_window(window)}
+
+
+def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
+    """This rank's rows of a batch. Every batch is packed anew, so every batch has its own plan."""
+    masks = masks_of(batch, config.window)
+    sequences, tokens = batch.tokens.shape
+    start = time.perf_counter()
+    plan = flexcp.make_plan(
+        masks,
+        tokens,
+        Ranks((1,), rank=0) if team.mesh is None else team.mesh,
+        layout=config.layout,
+        schedule=config.schedule,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=getattr(torch, config.dtype),
+        batch=sequences,
+    )
+    seconds = time.perf_counter() - start
+    ids = torch.stack([flexcp.masks.ids_from_lengths(n) for n in batch.lengths])
+    local = flexcp.shard_batch(
+        {"input_ids": batch.tokens, "labels": batch.tokens},
+        plan,
+        documents=ids,
+        restart_positions=True,
+    )
+    local = {n: x.to(config.device) if isinstance(x, Tensor) else x for n, x in local.items()}
+    return Prepared(local, masks, None if team.mesh is None else plan, seconds)
+
+
+def loss_of(model: ByteTransformer, prepared: Prepared) -> Tensor:
+    """This rank's part of the loss; the parts of all ranks add up to that of one process."""
+    local = prepared.local
+    logits = model(local["input_ids"], local["position_ids"], prepared.attend)
+    labels, scored = local["labels"], local["num_scored"]
+    assert isinstance(labels, Tensor)
+    assert isinstance(scored, int)
+    return flexcp.cross_entropy(logits, labels, scored)

@@ -1,0 +1,54 @@
+"""Team: the ranks of a run, and the few things they do together besides attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """One process, or all processes of a mesh."""
+
+    mesh: Any = None
+    """A DeviceMesh that holds all processes of the job; None for one process by itself."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return 1 if self.mesh is None else int(self.mesh.size())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that writes files and reports."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    def sum_(self, x: Tensor) -> None:
+        """Replaces x by its sum over the ranks; the same bits on all of them."""
+        if self.mesh is not None:
+            dist.all_reduce(x)
+
+    def sum_gradients_(self, model: nn.Module) -> None:
+        """Every rank has the gradients of its own rows; after this, all have those of the batch."""
+        if self.mesh is None:
+            return
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        self.sum_(flat)
+        parts = flat.split([g.numel() for g in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def share(self, x: T) -> T:
+        """What rank 0 passes, on every rank; an exception there must be passed as a value."""
+        if self.mesh is None:
+            return x
+        box = [x]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
