@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from flexcp import kernels, masks, testing
     from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
     from flexcp.errors import FlexCPError
+    from flexcp.integrations.context_parallel import ContextParallel
     from flexcp.layout import Layout
     from flexcp.masks import Mask
     from flexcp.plan import Machine, Plan
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockGrid",
     "BlockKind",
+    "ContextParallel",
     "FlexCPError",
     "Layout",
     "Machine",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "flexcp.blocks": ("BlockGrid", "BlockKind", "build_block_grid"),
     "flexcp.errors": ("FlexCPError",),
+    "flexcp.integrations.context_parallel": ("ContextParallel",),
     "flexcp.layout": ("Layout",),
     "flexcp.masks": ("Mask",),
     "flexcp.plan": ("Machine", "Plan"),

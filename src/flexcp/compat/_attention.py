@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import (
 from flexcp.kernels.score import ScoreFunction
 from flexcp.masks import Mask
 from flexcp.runtime.attention import flex_attention as _attention
+from flexcp.runtime.overridable import overridable
 
 __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
 
@@ -27,6 +28,7 @@ _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 _ANY_LENGTH = 1 << 30
 
 
+@overridable
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -48,8 +48,8 @@ def sharded_sdpa(mesh: DeviceMesh) -> Sdpa:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        _refuse(attn_mask, dropout_p)
-        query, key, value = (_autocast(_local(x, mesh)) for x in (query, key, value))
+        refuse_mask_and_dropout(attn_mask, dropout_p)
+        query, key, value = (autocast_to_lower(_local(x, mesh)) for x in (query, key, value))
         return _attend(group_of(mesh), query, key, value, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
@@ -94,7 +94,7 @@ def _local(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return x.to_local()
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast_to_lower(x: Tensor) -> Tensor:
     """Attention under autocast runs in the lower type, as torch's does."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
@@ -102,12 +102,13 @@ def _autocast(x: Tensor) -> Tensor:
     return x
 
 
-def _refuse(attn_mask: Tensor | None, dropout_p: float) -> None:
+def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:
+    """Raises if a call asks for what can't be done over a sharded sequence."""
     if attn_mask is not None:
         raise FlexCPError(
             "attn_mask=None, since a dense mask over the whole sequence is not sharded",
             "an attn_mask",
-            "say is_causal, or use flexcp.attention, which takes any mask by its rule",
+            "say is_causal, or make a plan with flexcp.make_plan, which takes any mask by its rule",
         )
     if dropout_p:
         raise FlexCPError(
@@ -127,7 +128,7 @@ def _attend(
     enable_gqa: bool,
 ) -> Tensor:
     lead = query.shape[:-2]
-    query, key, value = (_with_heads(x) for x in (query, key, value))
+    query, key, value = (with_heads(x) for x in (query, key, value))
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise FlexCPError(
             "as many heads in key and value as in query",
@@ -154,7 +155,7 @@ def _is_ring(plan: Plan) -> bool:
     return plan.schedule_of().name == "ring" and plan.ranks.size > 1
 
 
-def _with_heads(x: Tensor) -> Tensor:
+def with_heads(x: Tensor) -> Tensor:
     """[B, H, L, D], whatever comes before L and D."""
     if x.dim() == 4:
         return x

@@ -19,11 +19,13 @@ from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
 from flexcp.runtime.autograd import Attention, Call
 from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.compiled import compiled_attention
+from flexcp.runtime.overridable import overridable
 from flexcp.runtime.planning import MaskLike, as_grid, prepare
 from flexcp.runtime.positions import on_global_positions, positions_of
 from flexcp.runtime.traced import traced_attention
 
 
+@overridable
 def flex_attention(
     query: Tensor,
     key: Tensor,

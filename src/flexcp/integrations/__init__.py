@@ -1,0 +1,1 @@
+"""Models and training loops that people already have, over a sharded sequence."""

@@ -1,0 +1,39 @@
+"""Functions that torch's function modes see and may answer themselves, as torch's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.overrides import handle_torch_function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def overridable(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a TorchFunctionMode that is on answer in the function's place; traced by torch.compile.
+
+    >>> class Answer(torch.overrides.TorchFunctionMode):
+    ...     def __torch_function__(self, func, types, args=(), kwargs=None):
+    ...         return 42 if func is question else func(*args, **(kwargs or {}))
+    >>> @overridable
+    ... def question() -> int:
+    ...     return 0
+    >>> with Answer():
+    ...     question()
+    42
+    >>> question()
+    0
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Not has_torch_function: inside torch.compile, it does not know of modes.
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(run, (), *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
