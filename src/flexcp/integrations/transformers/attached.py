@@ -1,0 +1,356 @@
+"""attach, shard, detach: a Transformers model over a sequence that is sharded across ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
+
+from flexcp.errors import FlexCPError
+from flexcp.integrations.transformers import refused
+from flexcp.integrations.transformers.attention import IMPLEMENTATION, UNDER_WAY, Sharding
+from flexcp.integrations.transformers.batch import (
+    document_ids,
+    local_part,
+    positions_within,
+    shape_of,
+    shifted_labels,
+)
+from flexcp.integrations.transformers.global_masks import MaskKind, TokenFacts, global_masks
+from flexcp.integrations.transformers.habits import counts_from_zero, infers_documents
+from flexcp.integrations.transformers.rope import rotary_modules, tell_the_last_position
+from flexcp.integrations.transformers.summing import sum_in_place
+from flexcp.layout import Layout
+from flexcp.plan import Machine, Plan, Ranks
+from flexcp.runtime import make_plan
+
+SHARDING = "flexcp_sharding"
+"""The name under which a sharding travels in a batch."""
+
+_KEPT_PLANS = 16
+"""Plans kept for batches whose masks come again."""
+
+
+@dataclass(eq=False)
+class Attached:
+    """A model whose attention runs over a mesh; made by `attach`.
+
+    It has state for a reason: plans are kept from batch to batch, and `detach` must know what to
+    put back.
+    """
+
+    model: PreTrainedModel
+    """The model."""
+    mesh: Any
+    """The ranks that hold a sequence together."""
+    gradients: Literal["summed", "averaged"]
+    """What is done with the gradients of the ranks outside of this."""
+    options: Mapping[str, Any]
+    """How to plan: what `flexcp.make_plan` takes."""
+    plan: Plan | None = None
+    """The plan of the last batch that was sharded."""
+    _plans: OrderedDict[object, tuple[Plan, dict[MaskKind, str]]] = field(
+        default_factory=OrderedDict
+    )
+    _undo: list[RemovableHandle] = field(default_factory=list)
+    _previous: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks hold a sequence together."""
+        return Ranks.of(self.mesh).size
+
+    def shard(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        documents: Tensor | Sequence[int] | None = None,
+        score_across_documents: bool = True,
+    ) -> dict[str, Any]:
+        """This rank's part of a batch, with all that must be done on the whole of it done.
+
+        The masks of all layer types are asked of the model for the whole batch, one plan is made
+        for them, and tokens, positions and shifted labels are picked by it. The model returns
+        logits of this rank's tokens, and a loss that adds up over ranks to that of one process.
+
+        Args:
+            batch: What the model would be called with in one process: input_ids [B, S], and
+                labels, attention_mask (padding on either side) and position_ids if there are any.
+                Documents that are packed into a sequence are named by "document_ids" or "seq_idx"
+                [B, S], or, as always in Transformers, by position_ids that start again, if there
+                is no attention_mask.
+            documents: Document ids [S] or [B, S], or lengths, if the batch doesn't name them.
+            score_across_documents: Whether the first token of a document is predicted from the
+                document before it. In Transformers it is, so True is what one process does.
+
+        Returns:
+            The arguments for the model.
+        """
+        refused.check_batch(batch, self.model)
+        if batch.get("labels") is not None or batch.get("shift_labels") is not None:
+            refused.check_labels(self.model)
+        shape = shape_of(batch)
+        ids = document_ids(batch, documents, shape)
+        positions = self._positions(batch, ids, shape)
+        infers = infers_documents(refused.decoder_of(self.model))
+        facts = TokenFacts.of(
+            shape,
+            batch.get("attention_mask"),
+            batch.get("position_ids") if infers else None,
+            ids,
+        )
+        plan, names = self._plan(facts)
+        borders = None
+        if not score_across_documents:
+            borders = facts.documents if facts.packed is None else facts.packed
+        labels = shifted_labels(batch, borders)
+        parts = self.ranks if self.gradients == "averaged" else 1
+        local = local_part(batch, plan, shape, positions, labels, parts)
+        last = int(positions.max()) if rotary_modules(self.model) else None
+        jumps = infers and find_packed_sequence_indices(local["position_ids"]) is not None
+        local[SHARDING] = Sharding(plan, names, last, jumps)
+        self.plan = plan
+        return local
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Rows of all ranks in their original order, such as logits; by the last batch's plan."""
+        return self._last_plan().unshard(x, dim)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum over ranks, without gradient: of losses, the loss of one process."""
+        total = x.detach().clone()
+        sum_in_place([total], self.mesh)
+        return total
+
+    def sum_gradients(self) -> None:
+        """Adds up the gradients of all parameters over the ranks; for loops without DDP or FSDP.
+
+        Every rank's gradient then is that of one process.
+        """
+        found = [p for p in self.model.parameters() if p.requires_grad]
+        for p in found:
+            if p.grad is None:  # such as an expert that got no token here
+                p.grad = torch.zeros_like(p)
+        sum_in_place([p.grad for p in found if p.grad is not None], self.mesh)
+
+    def detach(self) -> None:
+        """Gives the model its own attention back; calling it again does nothing."""
+        for handle in self._undo:
+            handle.remove()
+        self._undo.clear()
+        if vars(self.model).pop("_flexcp", None) is not None:
+            _set_implementation(self.model, self._previous)
+
+    def _positions(
+        self, batch: Mapping[str, Any], documents: Tensor | None, shape: tuple[int, int]
+    ) -> Tensor:
+        tokens = batch.get("input_ids")
+        device = batch["inputs_embeds"].device if tokens is None else tokens.device
+        given = batch.get("position_ids")
+        if given is not None:
+            positions: Tensor = given
+            return positions.to(device).expand(shape)
+        if documents is not None:
+            return positions_within(documents.to(device))
+        if not counts_from_zero(refused.decoder_of(self.model)):
+            raise FlexCPError(
+                "position_ids in the batch",
+                f"none, and {type(self.model).__name__} has its own rule for them",
+                "pass position_ids [B, S], as they are to be in one process",
+            )
+        return torch.arange(shape[1], device=device).expand(shape)
+
+    def _plan(self, facts: TokenFacts) -> tuple[Plan, dict[MaskKind, str]]:
+        key = facts.key()
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        config = self.model.config.get_text_config(decoder=True)
+        by_name, names = global_masks(self.model.config, facts)
+        heads = config.num_attention_heads
+        plan = make_plan(
+            by_name,
+            facts.shape[1],
+            self.mesh,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=self.model.dtype,
+            batch=facts.shape[0],
+            **self.options,
+        )
+        if int(plan.layout.counts.min()) == 0:
+            raise FlexCPError(
+                f"at least one token for each of {self.ranks} ranks",
+                f"sequences of {facts.shape[1]} tokens",
+                "Transformers' layers don't take empty sequences: use fewer ranks, or pad",
+            )
+        self._plans[key] = plan, names
+        while len(self._plans) > _KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return plan, names
+
+    def _last_plan(self) -> Plan:
+        if self.plan is None:
+            raise FlexCPError("a batch that was sharded before", "none", "call shard(batch) first")
+        return self.plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+        return self  # a copied model runs on the same mesh; process groups can't be copied
+
+
+def attach(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    gradients: Literal["summed", "averaged"] = "summed",
+    layout: str | Layout = "auto",
+    schedule: str = "auto",
+    block_size: int = 128,
+    machine: Machine | str | None = None,
+) -> Attached:
+    """Makes a decoder from Transformers run on sequences that are sharded over a mesh.
+
+    From now on the model is called with what `shard` returns, on every rank of the mesh, with the
+    same batch. Its parameters are not touched: wrap it in DDP or FSDP as usual.
+
+    Args:
+        model: The model, or a module that wraps it.
+        mesh: A DeviceMesh of one dimension, or of two for hybrid schedules; or the mesh that
+            `testing.simulate` gives.
+        gradients: "summed" if the gradients of the ranks will be added up, as `sum_gradients`
+            does: then losses add up to the loss of one process. "averaged" if they will be
+            averaged, as DDP and FSDP do: then losses average to it.
+        layout: As for `flexcp.make_plan`.
+        schedule: Likewise.
+        block_size: Likewise.
+        machine: Likewise; None is "cpu-gloo" for a model on the CPU.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from flexcp.testing import simulate
+    >>> tokens = torch.arange(10)[None]
+    >>> def rank(mesh):
+    ...     config = LlamaConfig(
+    ...         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...         num_attention_heads=2,
+    ...     )
+    ...     cp = attach(LlamaForCausalLM(config), mesh)
+    ...     out = cp.model(**cp.shard({"input_ids": tokens, "labels": tokens}))
+    ...     return out.logits.shape[1]
+    >>> simulate(rank, 2)
+    [5, 5]
+    """
+    if gradients not in ("summed", "averaged"):
+        raise FlexCPError(
+            'gradients to be "summed" or "averaged"',
+            repr(gradients),
+            "say what your trainer does with the gradients of the ranks",
+        )
+    target = refused.language_model(model)
+    if "_flexcp" in vars(target):
+        raise FlexCPError(
+            "a model that is not attached to a mesh",
+            f"a {type(target).__name__} that is",
+            "call detach() first; simulated ranks need a copy of the model each",
+        )
+    refused.check_model(target)
+    if machine is None and target.device.type == "cpu":
+        machine = "cpu-gloo"
+    _own_config(target)
+    planning = {
+        "layout": layout,
+        "schedule": schedule,
+        "block_size": block_size,
+        "machine": machine,
+    }
+    attached = Attached(target, mesh, gradients, planning)
+    attached._previous = target.config.get_text_config(decoder=True)._attn_implementation
+    _set_implementation(target, IMPLEMENTATION)
+    vars(target)["_flexcp"] = attached
+    attached._undo += [
+        target.register_forward_pre_hook(_begin_forward, with_kwargs=True),
+        target.register_forward_hook(_end_forward, always_call=True),
+    ]
+    for module in rotary_modules(target):
+        attached._undo += tell_the_last_position(module)
+    return attached
+
+
+def detach(model: nn.Module) -> None:
+    """Gives an attached model its own attention back.
+
+    >>> from transformers import LlamaConfig, LlamaModel
+    >>> from flexcp.testing import simulate
+    >>> def rank(mesh):
+    ...     config = LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=0)
+    ...     model = LlamaModel(config)
+    ...     attach(model, mesh)
+    ...     detach(model)
+    ...     return model.config._attn_implementation
+    >>> simulate(rank, 1)
+    ['sdpa']
+    """
+    target = refused.language_model(model)
+    attached = vars(target).get("_flexcp")
+    if attached is None:
+        raise FlexCPError(
+            "an attached model",
+            f"a {type(target).__name__} that is not",
+            "call attach(model, mesh) first",
+        )
+    attached.detach()
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Gives the model a configuration of its own: several models may have been made from one."""
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model.config, memo)
+    for module in model.modules():
+        if id(getattr(module, "config", None)) in memo:
+            module.config = memo[id(module.config)]
+
+
+def _set_implementation(model: PreTrainedModel, name: str) -> None:
+    """For the decoder alone: a vision tower keeps its attention."""
+    text = model.config.get_text_config(decoder=True)
+    of_text = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
+    model.set_attn_implementation({of_text[0]: name} if of_text else name)
+
+
+def _begin_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert isinstance(module, PreTrainedModel)
+    sharding = kwargs.get(SHARDING)
+    if not isinstance(sharding, Sharding):
+        raise FlexCPError(
+            "an attached model to be called with what cp.shard(batch) returned",
+            "a call without it",
+            "call model(**cp.shard(batch)); to use the model as before, generation included, "
+            "call cp.detach()",
+        )
+    used = module.config.get_text_config(decoder=True)._attn_implementation
+    if used != IMPLEMENTATION:
+        raise FlexCPError(
+            f"the attention implementation {IMPLEMENTATION!r}, which attach has set",
+            repr(used),
+            "attach to the model after changing its attention implementation",
+        )
+    if kwargs.get("past_key_values") is not None:
+        raise FlexCPError("no key-value cache", "past_key_values", "call cp.detach() to generate")
+    refused.check_options(kwargs, module)
+    UNDER_WAY.set(sharding)
+    rest = {name: x for name, x in kwargs.items() if name != SHARDING}
+    return args, {**rest, "use_cache": False}
+
+
+def _end_forward(*_: Any) -> None:
+    UNDER_WAY.set(None)

@@ -1,0 +1,175 @@
+"""What the model calls instead of its own attention, and instead of making masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from flexcp.errors import FlexCPError
+from flexcp.integrations.transformers.global_masks import (
+    MaskKind,
+    mask_kind,
+    require_known,
+    separates_documents,
+)
+from flexcp.plan import Plan
+from flexcp.runtime import attention
+
+IMPLEMENTATION = "flexcp"
+"""The name of this attention, and of its masks, in Transformers' registries."""
+
+
+class Sharding:
+    """How one batch was sharded. It travels with the batch, from `shard` to the model's layers.
+
+    Not a dataclass: wrappers such as FSDP copy dataclasses that they find among the arguments of a
+    model, looking for tensors.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        names: Mapping[MaskKind, str],
+        last_position: int | None,
+        local_jumps: bool,
+    ) -> None:
+        self.plan = plan
+        """Who owns which tokens, under the mask of every layer type."""
+        self.names = names
+        """The name in the plan of every kind of mask that the model makes."""
+        self.last_position = last_position
+        """The largest position of the whole batch, for models that must know."""
+        self.local_jumps = local_jumps
+        """Whether the model will take jumps in this rank's positions for documents."""
+
+    def to(self, *_: Any, **__: Any) -> Sharding:
+        """Itself: batches are moved to a device by calling this on everything in them."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"Sharding({self.plan!r})"
+
+
+UNDER_WAY: ContextVar[Sharding | None] = ContextVar("flexcp_sharding", default=None)
+"""The sharding of the forward pass that this thread is in.
+
+Transformers asks for masks without saying for which batch, so it can't be an argument. It is set
+and cleared by the attached model, around its own forward pass.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMask:
+    """What stands for a mask between the model and its layers.
+
+    A layer that is computed again in the backward pass gets the one of its own forward pass.
+    """
+
+    plan: Plan
+    name: str
+
+
+def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
+    """For `AttentionMaskInterface`: recognises the mask that the model wants for some layers."""
+    sharding = UNDER_WAY.get()
+    if sharding is None:
+        raise FlexCPError(
+            "a forward pass of the attached model on what cp.shard(batch) returned",
+            "a call of one of its parts",
+            "call the model itself, or attach to the part",
+        )
+    rows = sharding.plan.positions().shape[-1]
+    if q_length != rows:
+        raise FlexCPError(
+            f"the {rows} tokens of this rank, as cp.shard(batch) gives them",
+            f"{q_length}",
+            "pass on the tensors of cp.shard(batch) as they are",
+        )
+    if separates_documents(mask_function) != sharding.local_jumps:
+        raise FlexCPError(
+            "documents to be inferred from position_ids "
+            + ("as most models do" if sharding.local_jumps else "never, as the model's code says"),
+            "a mask that says otherwise",
+            "pass on the position_ids of cp.shard(batch) as they are; if you do, name documents "
+            "by document_ids, and give an attention_mask of ones",
+        )
+    return LayerMask(sharding.plan, require_known(mask_kind(mask_function), sharding.names))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """For `AttentionInterface`: this rank's queries over the whole sequence.
+
+    Args:
+        module: The layer.
+        query: [B, H, L, D], the rows of this rank.
+        key: [B, G, L, D].
+        value: [B, G, L, Dv].
+        attention_mask: The `LayerMask` that `mask_function` returned.
+        dropout: Of attention weights; refused above 0.
+        scaling: Factor on the scores.
+        softcap: Scores are bounded to this by a tanh, as in Gemma 2.
+        s_aux: [H] sinks, as in gpt-oss.
+        position_bias: Refused.
+
+    Returns:
+        [B, L, H, Dv], and None in place of attention weights.
+    """
+    layer = type(module).__name__
+    if not isinstance(attention_mask, LayerMask):
+        raise FlexCPError(
+            "layers that get their masks from Transformers' AttentionMaskInterface",
+            f"{type(attention_mask).__name__} in {layer}",
+            "a mask that is made elsewhere covers a part of the sequence only; run this model "
+            "without context parallelism",
+        )
+    if dropout:
+        raise FlexCPError(
+            "attention dropout of 0",
+            f"{dropout} in {layer}",
+            "set config.attention_dropout = 0 before making the model",
+        )
+    if position_bias is not None:
+        raise FlexCPError(
+            "no position_bias", f"one in {layer}", "run this model without context parallelism"
+        )
+    out = attention(
+        query,
+        key,
+        value,
+        attention_mask.plan,
+        mask=attention_mask.name,
+        score_mod=None if softcap is None else _softcapped(softcap),
+        scale=scaling,
+        sinks=s_aux,
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _softcapped(bound: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, *_: Tensor) -> Tensor:
+        return bound * torch.tanh(score / bound)
+
+    return score_mod
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)
+AttentionMaskInterface.register(IMPLEMENTATION, name_the_mask)

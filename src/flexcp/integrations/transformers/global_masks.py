@@ -1,0 +1,198 @@
+"""The masks of a whole batch, as the model itself defines them, before anything is sharded."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import (
+    and_masks,
+    create_masks_for_generate,
+    find_packed_sequence_indices,
+    padding_mask_function,
+)
+
+from flexcp import masks
+from flexcp.errors import FlexCPError
+from flexcp.masks import Mask
+
+_CAPTURE = "flexcp_capture"
+"""The name of a mask interface that returns the predicate instead of evaluating it."""
+
+_OF_THE_DATA = ("packed_sequence_mask_function", "padding_mask_function")
+"""Parts of a mask that come from the batch, not from the layer."""
+
+MaskKind = frozenset[Any]
+"""What a layer's mask is made of, whatever the batch: equal for equal rules."""
+
+
+def _captured(**arguments: Any) -> dict[str, Any]:
+    return arguments
+
+
+AttentionMaskInterface.register(_CAPTURE, _captured)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFacts:
+    """What a batch says about who may see whom, on the CPU and in its simplest form."""
+
+    shape: tuple[int, int]
+    """B, S."""
+    padding: Tensor | None
+    """bool [B, S] False where there is no token; None if there is no padding."""
+    packed: Tensor | None
+    """int64 [B, S] Documents that Transformers infers from `position_ids`; None if there is one."""
+    documents: Tensor | None
+    """int64 [B, S] Documents that the batch names; None if it names none."""
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        documents: Tensor | None,
+    ) -> TokenFacts:
+        """From the batch.
+
+        Args:
+            shape: B, S.
+            attention_mask: [B, S], if given.
+            position_ids: [B, S], if given, and if the model takes jumps for new documents.
+            documents: [B, S], if given.
+        """
+        padding = packed = None
+        if attention_mask is not None:
+            padding = attention_mask.detach().cpu().bool()
+            padding = None if bool(padding.all()) else padding
+        elif position_ids is not None:  # with an attention mask, Transformers infers nothing
+            packed = find_packed_sequence_indices(position_ids.detach().cpu().expand(shape))
+        if documents is not None:
+            documents = documents.detach().cpu().long().expand(shape)
+            if bool((documents == documents[:, :1]).all()):
+                documents = None
+        return cls(shape, padding, packed, documents)
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for batches with equal masks."""
+        return (self.shape, *(_digest(x) for x in (self.padding, self.packed, self.documents)))
+
+
+def _digest(x: Tensor | None) -> str | None:
+    if x is None:
+        return None
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def global_masks(
+    config: PreTrainedConfig, facts: TokenFacts
+) -> tuple[dict[str, Mask], dict[MaskKind, str]]:
+    """The mask of every layer type over the whole batch, and the name of each kind of mask.
+
+    Layer types with equal masks share one; a name is that of the first such layer type.
+    """
+    view = copy.copy(config.get_text_config(decoder=True))
+    view._attn_implementation_internal = _CAPTURE
+    found = create_masks_for_generate(
+        view,
+        torch.empty(()).expand(*facts.shape, 1),  # a stand-in: only its shape is read
+        facts.padding,
+        None,
+        position_ids=None if facts.packed is None else _positions_of(facts.packed),
+    )
+    if "mask_function" in found:
+        found = {"attention": found}
+    by_name: dict[str, Mask] = {}
+    names: dict[MaskKind, str] = {}
+    for name in sorted(found):  # Transformers goes through a set: ranks would disagree
+        parts = found[name]
+        kind = mask_kind(parts["mask_function"])
+        if kind in names:
+            continue
+        names[kind] = name
+        by_name[name] = _mask(parts, facts)
+    return by_name, names
+
+
+def _positions_of(packed: Tensor) -> Tensor:
+    """Position ids with a jump wherever a document begins."""
+    return torch.arange(packed.shape[1]) + packed * packed.shape[1]
+
+
+def _mask(parts: Mapping[str, Any], facts: TokenFacts) -> Mask:
+    function = parts["mask_function"]
+    if parts["attention_mask"] is not None:
+        function = and_masks(function, padding_mask_function(parts["attention_mask"]))
+    mask = Mask(function)
+    return mask if facts.documents is None else mask & masks.document(facts.documents)
+
+
+def mask_kind(function: Callable[..., Any]) -> MaskKind:
+    """What a mask function of Transformers is made of, without what comes from the batch.
+
+    >>> from transformers import masking_utils as hf
+    >>> packed = hf.packed_sequence_mask_function(torch.zeros(1, 4))
+    >>> window = hf.sliding_window_causal_mask_function(3)
+    >>> mask_kind(window) == mask_kind(hf.and_masks(window, packed))
+    True
+    >>> mask_kind(window) == mask_kind(hf.sliding_window_causal_mask_function(4))
+    False
+    """
+    name, parts = function.__qualname__.split(".")[0], _captured_by(function)
+    if name in _OF_THE_DATA:
+        return frozenset()
+    inner = [mask_kind(f) for f in parts if callable(f)]
+    if name == "and_masks":
+        return frozenset().union(*inner)
+    numbers = tuple(x for x in parts if isinstance(x, int | float))
+    return frozenset({(name, numbers, frozenset(inner))})
+
+
+def separates_documents(function: Callable[..., Any]) -> bool:
+    """Whether Transformers took jumps in the positions that the model was given for documents."""
+    name = function.__qualname__.split(".")[0]
+    parts = [f for f in _captured_by(function) if callable(f)]
+    return name == "packed_sequence_mask_function" or any(map(separates_documents, parts))
+
+
+def _captured_by(function: Callable[..., Any]) -> list[Any]:
+    values: list[Any] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        value = cell.cell_contents
+        values.extend(value if isinstance(value, tuple | list) else [value])
+    return values
+
+
+def describe(kind: MaskKind) -> str:
+    """A kind of mask, for a person.
+
+    >>> from transformers import masking_utils as hf
+    >>> describe(mask_kind(hf.sliding_window_causal_mask_function(3)))
+    'causal_mask_function & sliding_window_overlay(3)'
+    """
+    return " & ".join(sorted(_describe_part(*part) for part in kind)) or "everything"
+
+
+def _describe_part(name: str, numbers: tuple[float, ...], inner: frozenset[MaskKind]) -> str:
+    inside = [*map(str, numbers), *sorted(map(describe, inner))]
+    return f"{name}({', '.join(inside)})" if inside else name
+
+
+def require_known(kind: MaskKind, names: Mapping[MaskKind, str]) -> str:
+    """The name of a mask that the model asks for in its forward pass."""
+    if kind not in names:
+        raise FlexCPError(
+            "layers whose masks are among those that Transformers derives from the configuration: "
+            + "; ".join(f"{name}: {describe(known)}" for known, name in names.items()),
+            f"a mask that the model builds inside its forward pass: {describe(kind)}",
+            "such masks (image tokens, custom overlays) can't be made from a part of the "
+            "sequence; run this model without context parallelism",
+        )
+    return names[kind]
