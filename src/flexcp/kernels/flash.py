@@ -19,17 +19,18 @@ from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.program import Piece, Program
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
-from flexcp.kernels.strips import (
+from flexcp.kernels.strip_data import (
+    Incoming,
+    Results,
     Rows,
+    Scoring,
     Sums,
     Workspace,
-    deterministic_sums,
     keys_of,
-    n_of,
+    of_chunk,
     rows_of,
-    strip_backward,
-    strip_forward,
 )
+from flexcp.kernels.strips import LOG2_E, deterministic_sums, strip_backward, strip_forward
 
 
 def forward(
@@ -164,26 +165,25 @@ def _forward_lane(
         out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=dtype)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     highest = q.new_full(q.shape[:3], -torch.inf, dtype=dtype) if want_max else None
-    rows = _rows(q, k, v, scale, lane, prepared, backward=False) if program.largest_strip else None
-    work = None if rows is None else Workspace(rows, program, scored=False)
-    out_n, lse_n = _by_kv_head(out, k.shape[1]), _by_kv_head(lse, k.shape[1])
-    highest_n = None if highest is None else _by_kv_head(highest, k.shape[1])
-    for piece in program.pieces:
-        if piece.fused:
-            assert fused is not None
-            part, part_lse = fused.forward(
-                rows_of(q, piece), keys_of(k, piece), keys_of(v, piece), scale
-            )
-            _store(out, lse, part.to(dtype), part_lse.to(dtype), piece)
-            continue
-        assert rows is not None
-        assert work is not None
-        for chunk in work.chunks(rows, piece):
-            part, part_lse, part_max = strip_forward(rows, piece, chunk, mod, work)
-            _store(n_of(out_n, chunk), n_of(lse_n, chunk), part, part_lse, piece)
-            if highest_n is not None:
-                target = rows_of(n_of(highest_n, chunk), piece)
-                torch.maximum(target, part_max, out=target)
+    for piece in program.rectangles:
+        assert fused is not None
+        part, part_lse = fused.forward(
+            rows_of(q, piece), keys_of(k, piece), keys_of(v, piece), scale
+        )
+        _store(out, lse, part.to(dtype), part_lse.to(dtype), piece)
+    if program.strips:
+        rows, scoring = _rows(q, k, v, lane, mod), _scoring(prepared, scale, mod, q.device)
+        work = Workspace(rows, program, scores=1 if mod is None else 2)
+        heads = k.shape[1]
+        results = Results(
+            _by_kv_head(out, heads),
+            _by_kv_head(lse, heads),
+            None if highest is None else _by_kv_head(highest, heads),
+        )
+        for chunk in work.chunks():
+            own_rows, own_results = of_chunk(rows, chunk), of_chunk(results, chunk)
+            for piece in program.strips:
+                strip_forward(own_rows, piece, scoring, work, own_results)
     return Partial(out, lse, highest)
 
 
@@ -222,9 +222,7 @@ def _backward_lane(
     dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
     if fused is not None:
         out_typed = out.to(q.dtype)
-        for piece in program.pieces:
-            if not piece.fused:
-                continue
+        for piece in program.rectangles:
             part_q, part_k, part_v = fused.backward(
                 rows_of(grad_out, piece), rows_of(q, piece), keys_of(k, piece), keys_of(v, piece),
                 rows_of(out_typed, piece), rows_of(lse, piece), scale,
@@ -232,21 +230,24 @@ def _backward_lane(
             _accumulate(rows_of(dq, piece), part_q, piece.fresh)
             keys_of(dk, piece).add_(part_k)
             keys_of(dv, piece).add_(part_v)
-    if program.largest_strip:
-        g_heads = k.shape[1]
-        rows = _rows(q, k, v, scale, lane, prepared, backward=True)
-        work = Workspace(rows, program, scored=mod is not None)
-        grads_n = _by_kv_head(grad_out.to(dtype), g_heads)
+    if program.strips:
+        heads = k.shape[1]
+        rows, scoring = _rows(q, k, v, lane, mod), _scoring(prepared, scale, mod, q.device)
+        work = Workspace(rows, program, scores=2 if mod is None else 3)
         minus_delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1).neg_()
         if grad_lse is not None:
             minus_delta += grad_lse.to(dtype)
-        delta_n, lse_n = _by_kv_head(minus_delta, g_heads), _by_kv_head(lse, g_heads)
-        sums = Sums(_by_kv_head(dq, g_heads), dk.flatten(0, 1), dv.flatten(0, 1), captured)
-        for piece in program.pieces:
-            if piece.fused:
-                continue
-            for chunk in work.chunks(rows, piece):
-                strip_backward(rows, piece, chunk, mod, work, grads_n, lse_n, delta_n, sums)
+        given = Incoming(
+            _by_kv_head(grad_out.to(dtype), heads),
+            _by_kv_head(lse * -LOG2_E, heads),
+            _by_kv_head(minus_delta, heads),
+        )
+        sums = Sums(_by_kv_head(dq, heads), dk.flatten(0, 1), dv.flatten(0, 1), captured)
+        for chunk in work.chunks():
+            own_rows = of_chunk(rows, chunk)
+            own_given, own_sums = of_chunk(given, chunk), of_chunk(sums, chunk)
+            for piece in program.strips:
+                strip_backward(own_rows, piece, scoring, work, own_given, own_sums)
     return dq, dk, dv
 
 
@@ -265,23 +266,30 @@ def _is_one_call(program: Program, q: Tensor, k: Tensor) -> bool:
     return piece.fused and piece.rows == q.shape[2] and piece.keys == k.shape[2]
 
 
-def _rows(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, lane: Lane, prepared: Prepared, *, backward: bool
-) -> Rows:
+def _rows(q: Tensor, k: Tensor, v: Tensor, lane: Lane, mod: ScoreMod | None) -> Rows:
     dtype, device = accumulation_dtype(q.dtype), q.device
     heads = k.shape[1]
-    group = q.shape[1] // heads
-    keys = k.to(dtype).flatten(0, 1)
+    b_n = h_nr = None
+    if mod is not None:
+        group = q.shape[1] // heads
+        b_n = torch.tensor(lane.batches, device=device).repeat_interleave(heads)
+        own = torch.tensor(lane.q_heads, device=device).view(heads, group)
+        h_nr = own.repeat(len(lane.batches), 1)
     return Rows(
-        _by_kv_head(q.to(dtype) * scale, heads),
-        keys,
-        keys * scale if backward else None,
+        _by_kv_head(q.to(dtype), heads),
+        k.to(dtype).flatten(0, 1),
         v.to(dtype).flatten(0, 1),
-        torch.tensor(lane.batches, device=device).repeat_interleave(heads),
-        torch.tensor(lane.q_heads, device=device).view(heads, group).repeat(len(lane.batches), 1),
-        prepared.positions("q", device),
-        prepared.positions("kv", device),
+        b_n,
+        h_nr,
     )
+
+
+def _scoring(
+    prepared: Prepared, scale: float, mod: ScoreMod | None, device: torch.device
+) -> Scoring:
+    if mod is None:
+        return Scoring(scale, None)
+    return Scoring(scale, mod, prepared.positions("q", device), prepared.positions("kv", device))
 
 
 def _by_kv_head(x: Tensor, heads: int) -> Tensor:

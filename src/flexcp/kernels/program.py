@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -88,10 +89,21 @@ class Program:
     writes_every_row: bool
     """Whether each row's first piece is fresh; then results may start as uninitialised memory."""
 
-    @property
-    def largest_strip(self) -> int:
-        """Pairs of the largest piece that no fused op computes."""
-        return max((p.rows * p.keys for p in self.pieces if not p.fused), default=0)
+    @cached_property
+    def rectangles(self) -> tuple[Piece, ...]:
+        """The pieces that a fused op computes; they come first."""
+        return tuple(p for p in self.pieces if p.fused)
+
+    @cached_property
+    def strips(self) -> tuple[Piece, ...]:
+        """The pieces that matrix products compute."""
+        return tuple(p for p in self.pieces if not p.fused)
+
+    @cached_property
+    def typical_strip(self) -> int:
+        """Pairs of the strip that a pair is in, on average."""
+        sizes = [p.rows * p.keys for p in self.strips]
+        return sum(size * size for size in sizes) // sum(sizes) if sizes else 0
 
     @property
     def computed(self) -> int:

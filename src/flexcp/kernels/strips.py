@@ -1,7 +1,9 @@
 """Strips: small pieces computed by batched matrix products, with any score function.
 
-At 128 rows a strip's scores stay in cache, and the time goes into the matrix products. Key heads
-that several query heads share are never repeated: those heads become further rows.
+At 128 rows a strip's scores stay in cache, and the time goes into the matrix products, which write
+straight to where their result belongs. Softmax is taken to the base 2: that costs a third of the
+natural exponential, and the change of base is a factor of a matrix product. Key heads that several
+query heads share are never repeated: those heads become further rows.
 
 Letters in names: N batch elements times key heads, R query heads per key head, T rows and U keys
 of a strip, D head dim.
@@ -10,246 +12,135 @@ of a strip, D head dim.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flexcp.kernels.program import Piece, Program
+from flexcp.kernels.merge import merge_into
+from flexcp.kernels.program import Piece
 from flexcp.kernels.score import ScoreMod
+from flexcp.kernels.strip_data import (
+    Incoming,
+    Results,
+    Rows,
+    Scoring,
+    Sums,
+    Workspace,
+    keys_of,
+    rows_of,
+)
 
-_CHUNK_PER_THREAD = 1 << 20
-"""Scores held at a time, per thread."""
-_CHUNK_MOST = 1 << 24
-
-
-def n_of(x: Tensor, chunk: slice) -> Tensor:
-    """The part of dimension 0 that a chunk covers."""
-    start: int = chunk.start
-    return x.narrow(0, start, chunk.stop - start)
-
-
-def rows_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
-    """The query rows of a piece."""
-    return x.narrow(dim, piece.q0, piece.rows)
-
-
-def keys_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
-    """The keys of a piece."""
-    return x.narrow(dim, piece.k0, piece.keys)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The tensors of a lane, with its heads laid out for batched products."""
-
-    q_NRLD: Tensor  # noqa: N815
-    """Times the scale, in the accumulation type, as all of these."""
-    k_NLD: Tensor  # noqa: N815
-    k_scaled_NLD: Tensor | None  # noqa: N815
-    """Keys times the scale; the backward pass needs them."""
-    v_NLD: Tensor  # noqa: N815
-    b_N: Tensor  # noqa: N815
-    """int64 Batch element of each n."""
-    h_NR: Tensor  # noqa: N815
-    """int64 Query head of each n, r."""
-    q_positions: Tensor
-    kv_positions: Tensor
-
-    def q_of(self, chunk: slice, piece: Piece) -> Tensor:
-        """The rows of a piece, [N, R*T, D]; a view unless key heads are shared."""
-        q = rows_of(n_of(self.q_NRLD, chunk), piece)
-        return q.reshape(q.shape[0], -1, q.shape[-1])
-
-
-class Workspace:
-    """Blocks of memory, used again by every piece of a call: for a product, and for scores.
-
-    Allocating them anew each time would cost as much as a matrix product.
-    """
-
-    def __init__(self, rows: Rows, program: Program, *, scored: bool) -> None:
-        n, r = rows.q_NRLD.shape[:2]
-        largest = program.largest_strip
-        most = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _CHUNK_MOST)
-        self.size = min(n * r * largest, max(most, r * largest))
-        dim = max(rows.k_NLD.shape[-1], rows.v_NLD.shape[-1])
-        product = max(
-            dim * max(r * piece.rows, piece.keys) * self._step(rows, piece)
-            for piece in program.pieces
-            if not piece.fused
-        )
-        sizes = (product, self.size, self.size, *([self.size] if scored else []))
-        self._blocks = [rows.k_NLD.new_empty(size) for size in sizes]
-
-    def _step(self, rows: Rows, piece: Piece) -> int:
-        n, r = rows.q_NRLD.shape[:2]
-        return min(n, max(1, self.size // (r * piece.rows * piece.keys)))
-
-    def block(self, which: int, *shape: int) -> Tensor:
-        """Uninitialised memory of some shape: block 0 is for a product, the others for scores."""
-        size = 1
-        for n in shape:
-            size *= n
-        return self._blocks[which].narrow(0, 0, size).view(shape)
-
-    def chunks(self, rows: Rows, piece: Piece) -> Iterator[slice]:
-        """The n of a piece in groups that fit."""
-        n, step = rows.q_NRLD.shape[0], self._step(rows, piece)
-        for first in range(0, n, step):
-            yield slice(first, min(first + step, n))
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
 
 
 def strip_forward(
-    rows: Rows, piece: Piece, chunk: slice, mod: ScoreMod | None, work: Workspace
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The partial result over a strip: out [N, R, T, D], lse and largest score [N, R, T].
-
-    `out` lies in scratch memory, valid until the next strip.
-    """
-    q = rows.q_of(chunk, piece)
-    k = keys_of(n_of(rows.k_NLD, chunk), piece, 1)
-    v = keys_of(n_of(rows.v_NLD, chunk), piece, 1)
-    n, r = q.shape[0], rows.q_NRLD.shape[1]
-    scores = work.block(1, n, q.shape[1], piece.keys)
-    torch.bmm(q, k.transpose(1, 2), out=scores)
+    rows: Rows, piece: Piece, scoring: Scoring, work: Workspace, results: Results
+) -> None:
+    """Leaves a strip's share of the result in `results`, merged with what is there already."""
+    q = _by_row(rows.q_NRLD, piece)
+    n, r = rows.q_NRLD.shape[:2]
+    k_columns = keys_of(rows.k_NLD, piece, 1).transpose(1, 2)
+    v = keys_of(rows.v_NLD, piece, 1)
+    scores = work.scores(0, n, q.shape[1], piece.keys)
+    mod = scoring.mod
     if mod is None:
+        scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale * LOG2_E)
         _forbid(scores, piece)
     else:
+        scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale)
         tile = scores.view(n, r, piece.rows, piece.keys)
-        scores = _modified(rows, piece, chunk, mod, tile).reshape(scores.shape)
+        modified = _modified(rows, piece, scoring, mod, tile)
+        scores = work.scores(1, n, q.shape[1], piece.keys)
+        torch.mul(modified, LOG2_E, out=scores.view(tile.shape))
         _forbid_modified(scores, piece)
     highest = scores.amax(-1, keepdim=True)
-    if not _some_row_is_blind(piece, mod, highest):
-        weights = torch.softmax(scores, -1, out=work.block(2, *scores.shape))
-        out = torch.bmm(weights, v, out=work.block(0, n, q.shape[1], v.shape[-1]))
-        # The largest weight is exp(highest - lse).
-        lse = highest - weights.amax(-1, keepdim=True).log_()
+    some_row_is_blind = piece.has_blind_rows or mod is not None
+    # A finite stand-in for the largest score of a row that sees nothing makes all its weights 0.
+    base = highest.clamp(min=torch.finfo(scores.dtype).min) if some_row_is_blind else highest
+    weights = scores.sub_(base).exp2_()
+    total = weights.sum(-1, keepdim=True)
+    writes = piece.fresh and r == 1
+    target = rows_of(results.out_NRLD, piece)
+    out = target.squeeze(1) if writes else work.product(n, q.shape[1], v.shape[-1])
+    out.baddbmm_(weights, v, beta=0)
+    out.div_(total.masked_fill(total == 0, 1.0) if some_row_is_blind else total)
+    lse = total.log2_().add_(base).mul_(LN_2).view(n, r, piece.rows)
+    target_lse = rows_of(results.lse_NRL, piece)
+    if piece.fresh:
+        if not writes:
+            target.copy_(out.view(target.shape))
+        target_lse.copy_(lse)
     else:
-        # Rows of -inf: a finite stand-in for their maximum makes all their weights 0, not NaN.
-        safe = highest.clamp(min=torch.finfo(scores.dtype).min)
-        weights = torch.sub(scores, safe, out=work.block(2, *scores.shape)).exp_()
-        total = weights.sum(-1, keepdim=True)
-        out = torch.bmm(weights, v, out=work.block(0, n, q.shape[1], v.shape[-1]))
-        out.div_(total.masked_fill(total == 0, 1.0))
-        lse = total.log_().add_(safe)
-    heads_and_rows = (n, r, piece.rows)
-    return (
-        out.view(*heads_and_rows, -1),
-        lse.view(heads_and_rows),
-        highest.view(heads_and_rows),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Where backward strips add their results, all in the accumulation type."""
-
-    q_NRLD: Tensor  # noqa: N815
-    k_NLD: Tensor  # noqa: N815
-    v_NLD: Tensor  # noqa: N815
-    captured: list[Tensor]
-    """One for each captured tensor that needs a gradient."""
+        merge_into(target, target_lse, out.view(target.shape), lse)
+    if results.highest_NRL is not None:
+        most = rows_of(results.highest_NRL, piece)
+        torch.maximum(most, highest.mul_(LN_2).view(most.shape), out=most)
 
 
 def strip_backward(
-    rows: Rows,
-    piece: Piece,
-    chunk: slice,
-    mod: ScoreMod | None,
-    work: Workspace,
-    grad_out_NRLD: Tensor,  # noqa: N803
-    lse_NRL: Tensor,  # noqa: N803
-    minus_delta_NRL: Tensor,  # noqa: N803
-    sums: Sums,
+    rows: Rows, piece: Piece, scoring: Scoring, work: Workspace, given: Incoming, sums: Sums
 ) -> None:
-    """Adds a strip's share of the gradients to `sums`.
-
-    Args:
-        rows: the lane's tensors.
-        piece: the strip.
-        chunk: which n.
-        mod: the score function.
-        work: scratch memory.
-        grad_out_NRLD: gradient of out, in the accumulation type.
-        lse_NRL: the *global* lse; +inf for rows that see nothing at all.
-        minus_delta_NRL: the gradient of lse, minus the row sums of out * grad_out.
-        sums: what to add to.
-    """
-    q = rows.q_of(chunk, piece)
-    k = keys_of(n_of(rows.k_NLD, chunk), piece, 1)
-    v = keys_of(n_of(rows.v_NLD, chunk), piece, 1)
-    n, r = q.shape[0], rows.q_NRLD.shape[1]
-
-    def of_piece(x: Tensor) -> Tensor:
-        part = rows_of(n_of(x, chunk), piece)
-        return part.reshape(n, r * piece.rows, -1)
-
-    grad_out, lse = of_piece(grad_out_NRLD), of_piece(lse_NRL)
-    minus_delta = of_piece(minus_delta_NRL)
-    scores = work.block(1, n, q.shape[1], piece.keys)
-    torch.bmm(q, k.transpose(1, 2), out=scores)
+    """Adds a strip's share of the gradients to `sums`."""
+    q = _by_row(rows.q_NRLD, piece)
+    n, r = rows.q_NRLD.shape[:2]
+    k, v = keys_of(rows.k_NLD, piece, 1), keys_of(rows.v_NLD, piece, 1)
+    grad_out = _by_row(given.grad_out_NRLD, piece)
+    minus_lse = _by_row(given.minus_lse_NRL, piece).unsqueeze(-1)
+    minus_delta = _by_row(given.minus_delta_NRL, piece).unsqueeze(-1)
+    weights = work.scores(0, n, q.shape[1], piece.keys)
+    mod, scale = scoring.mod, scoring.scale
     if mod is None:
-        _forbid(scores, piece)
-        modified, tile, final = None, scores, scores
+        torch.baddbmm(minus_lse, q, k.transpose(1, 2), alpha=scale * LOG2_E, out=weights)
+        _forbid(weights, piece)
     else:
+        scores = work.scores(2, n, q.shape[1], piece.keys)
+        scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=scale)
+        # They may be needed to differentiate the score function at them.
         tile = scores.view(n, r, piece.rows, piece.keys).requires_grad_()
         with torch.enable_grad():
-            modified = _modified(rows, piece, chunk, mod, tile)
-        # The scores themselves may be needed to differentiate the score function at them.
-        final = modified.detach().reshape(scores.shape)
-        if piece.forbidden:
-            final = work.block(3, *scores.shape).copy_(final)
-            _forbid_modified(final, piece)
-    highest = final.amax(-1, keepdim=True)
-    weights = work.block(2, *scores.shape)
-    if _some_row_is_blind(piece, mod, highest):
-        torch.sub(final, lse, out=weights).exp_()
-    else:
-        # The softmax kernel has the fastest exp. Its weights are relative to this strip's own
-        # lse; the factor that makes them global goes to what they are multiplied with.
-        torch.softmax(final, -1, out=weights)
-        own_lse = highest.sub_(weights.amax(-1, keepdim=True).log_())
-        factor = own_lse.sub_(lse).exp_()
-        grad_out, minus_delta = grad_out * factor, minus_delta * factor
-    grad_v = work.block(0, *v.shape)
-    torch.bmm(weights.transpose(1, 2), grad_out, out=grad_v)
-    keys_of(n_of(sums.v_NLD, chunk), piece, 1).add_(grad_v)
-    grad_scores = work.block(1 if mod is None else 3, *scores.shape)
+            modified = _modified(rows, piece, scoring, mod, tile)
+        torch.mul(modified.detach(), LOG2_E, out=weights.view(tile.shape))
+        _forbid_modified(weights, piece)
+        weights.add_(minus_lse)
+    weights.exp2_()
+    keys_of(sums.v_NLD, piece, 1).baddbmm_(weights.transpose(1, 2), grad_out)
+    grad_scores = work.scores(1, n, q.shape[1], piece.keys)
     torch.baddbmm(minus_delta, grad_out, v.transpose(1, 2), out=grad_scores)
     grad_scores.mul_(weights)
     if mod is not None:
-        assert modified is not None
-        grad_scores = mod.pull_back(tile, modified, grad_scores.view(tile.shape), sums.captured)
-        grad_scores = grad_scores.reshape(scores.shape)
-    grad_k = work.block(0, *k.shape)
-    torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k)
-    keys_of(n_of(sums.k_NLD, chunk), piece, 1).add_(grad_k)
-    assert rows.k_scaled_NLD is not None
-    grad_q = work.block(0, *q.shape)
-    torch.bmm(grad_scores, keys_of(n_of(rows.k_scaled_NLD, chunk), piece, 1), out=grad_q)
-    target = rows_of(n_of(sums.q_NRLD, chunk), piece)
+        found = mod.pull_back(tile, modified, grad_scores.view(tile.shape), sums.captured)
+        grad_scores = found.reshape(grad_scores.shape)
+    keys_of(sums.k_NLD, piece, 1).baddbmm_(grad_scores.transpose(1, 2), q, alpha=scale)
+    target = rows_of(sums.q_NRLD, piece)
+    if r == 1:
+        target.squeeze(1).baddbmm_(grad_scores, k, beta=0 if piece.fresh else 1, alpha=scale)
+        return
+    grad_q = work.product(*q.shape).baddbmm_(grad_scores, k, beta=0, alpha=scale)
     if piece.fresh:
         target.copy_(grad_q.view(target.shape))
     else:
         target.add_(grad_q.view(target.shape))
 
 
-def _some_row_is_blind(piece: Piece, mod: ScoreMod | None, highest: Tensor) -> bool:
-    """Whether a row sees nothing in this strip; a score function may have seen to that."""
-    if mod is None:
-        return piece.has_blind_rows
-    return bool((highest == -torch.inf).any())
+def _by_row(x: Tensor, piece: Piece) -> Tensor:
+    """[N, R, L, ...] at the rows of a piece, as [N, R*T, ...]; a view unless heads share keys."""
+    return rows_of(x, piece).flatten(1, 2)
 
 
-def _modified(rows: Rows, piece: Piece, chunk: slice, mod: ScoreMod, tile: Tensor) -> Tensor:
+def _modified(rows: Rows, piece: Piece, scoring: Scoring, mod: ScoreMod, tile: Tensor) -> Tensor:
+    assert rows.b_N is not None
+    assert rows.h_NR is not None
+    assert scoring.q_positions is not None
+    assert scoring.kv_positions is not None
     return mod.apply(
         tile,
-        n_of(rows.b_N, chunk),
-        n_of(rows.h_NR, chunk),
-        rows_of(rows.q_positions, piece, 0),
-        keys_of(rows.kv_positions, piece, 0),
+        rows.b_N,
+        rows.h_NR,
+        rows_of(scoring.q_positions, piece, 0),
+        keys_of(scoring.kv_positions, piece, 0),
     )
 
 
