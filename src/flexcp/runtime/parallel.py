@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from flexcp.comm import Transport
 from flexcp.eager import planning
@@ -62,6 +63,20 @@ def attention(
     >>> torch.allclose(simulate(rank, 3)[0], torch.ones(1, 2, 10, 4))
     True
     """
+    if has_torch_function_variadic(q, k, v):
+        return handle_torch_function(
+            attention,
+            (q, k, v),
+            q,
+            k,
+            v,
+            plan,
+            mask=mask,
+            score_mod=score_mod,
+            scale=scale,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
     check_tensors(q, k, v, True)
     if sinks is not None:
         check_sinks(sinks, q)
