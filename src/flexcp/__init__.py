@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flexcp.masks import Mask
     from flexcp.plan import Machine, Plan
     from flexcp.runtime import attention, cross_entropy, flex_attention, make_plan, shard_batch
+    from flexcp.verification import verify
 
 __all__ = [
     "BlockGrid",
@@ -31,6 +32,7 @@ __all__ = [
     "masks",
     "shard_batch",
     "testing",
+    "verify",
 ]
 
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
         "make_plan",
         "shard_batch",
     ),
+    "flexcp.verification": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("kernels", "masks", "testing")
