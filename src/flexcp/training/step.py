@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import flexcp
-from flexcp.masks import Mask
+from flexcp import masks, runtime
+from flexcp.masks import Mask, ids_from_lengths
 from flexcp.plan import Plan, Ranks
 from flexcp.training.config import TrainConfig
 from flexcp.training.data import VOCABULARY, PackedBatch
@@ -32,9 +32,9 @@ class Prepared:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
         """Attention of these rows over the whole sequence."""
         if self.plan is None:
-            out = flexcp.flex_attention(q, k, v, block_mask=self.masks[kind], enable_gqa=True)
+            out = runtime.flex_attention(q, k, v, block_mask=self.masks[kind], enable_gqa=True)
         else:
-            out = flexcp.attention(q, k, v, self.plan, mask=kind)
+            out = runtime.attention(q, k, v, self.plan, mask=kind)
         assert isinstance(out, Tensor)
         return out
 
@@ -57,10 +57,10 @@ def make_model(config: TrainConfig) -> ByteTransformer:
 def masks_of(batch: PackedBatch, window: int | None) -> dict[str, Mask]:
     """Causal attention within documents; in layers of kind "sliding", not further than `window`."""
     lengths = batch.lengths[0] if len(batch.lengths) == 1 else batch.lengths
-    full = flexcp.masks.causal() & flexcp.masks.document(lengths=lengths)
+    full = masks.causal() & masks.document(lengths=lengths)
     if window is None:
         return {"full": full}
-    return {"full": full, "sliding": full & flexcp.masks.sliding_window(window)}
+    return {"full": full, "sliding": full & masks.sliding_window(window)}
 
 
 def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
@@ -68,7 +68,7 @@ def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
     masks = masks_of(batch, config.window)
     sequences, tokens = batch.tokens.shape
     start = time.perf_counter()
-    plan = flexcp.make_plan(
+    plan = runtime.make_plan(
         masks,
         tokens,
         Ranks((1,), rank=0) if team.mesh is None else team.mesh,
@@ -81,8 +81,8 @@ def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
         batch=sequences,
     )
     seconds = time.perf_counter() - start
-    ids = torch.stack([flexcp.masks.ids_from_lengths(n) for n in batch.lengths])
-    local = flexcp.shard_batch(
+    ids = torch.stack([ids_from_lengths(n) for n in batch.lengths])
+    local = runtime.shard_batch(
         {"input_ids": batch.tokens, "labels": batch.tokens},
         plan,
         documents=ids,
@@ -99,4 +99,4 @@ def loss_of(model: ByteTransformer, prepared: Prepared) -> Tensor:
     labels, scored = local["labels"], local["num_scored"]
     assert isinstance(labels, Tensor)
     assert isinstance(scored, int)
-    return flexcp.cross_entropy(logits, labels, scored)
+    return runtime.cross_entropy(logits, labels, scored)

@@ -26,7 +26,7 @@ def choose_places(tokens: Tensor, owners: Tensor, reach: Reach | None, count: in
 
     >>> owners = torch.tensor([0, 0, 0, 1, 1, 1])
     >>> choose_places(torch.zeros(1, 6), owners, None, 3)
-    [0, 2, 1]
+    [0, 2, 3]
     """
     seq_len = tokens.shape[1]
     wanted = [0]
