@@ -36,6 +36,18 @@ def partial_areas(mask: Mask, planes: Planes, runs: Sequence[Runs], q: Axis, kv:
     return areas
 
 
+def partial_tile_areas(
+    mask: Mask, planes: Planes, plane: int, runs: Runs, q: Axis, kv: Axis
+) -> Tensor:
+    """int64 [T] Allowed pairs of each PARTIAL tile of a plane, row after row."""
+    levels = _levels(mask, planes, q, kv)
+    found = [
+        _areas(levels, torch.full_like(row, plane), row, col)
+        for row, col in _partial_tiles(runs, _MOST_PIECES // _PIECES**2)
+    ]
+    return torch.cat([*found, torch.zeros(0, dtype=torch.int64)])
+
+
 @dataclass(frozen=True, eq=False)
 class _Level:
     """A mask looked at in pieces of the cells of the level above."""

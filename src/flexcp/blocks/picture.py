@@ -9,13 +9,16 @@ from flexcp.blocks.pick import in_parts
 from flexcp.blocks.runs import BlockKind, Runs
 
 
-def coverage(runs: Runs, height: int, width: int) -> Tensor:
+def coverage(runs: Runs, height: int, width: int, row_weight: Tensor | None = None) -> Tensor:
     """float64 [<=height, <=width] Share of each pixel that is allowed; partial tiles count half.
 
-    A pixel is 1 only if all of it is full, and 0 only if all of it is empty.
+    A pixel is 1 only if all of it is full, and 0 only if all of it is empty. `row_weight`, float64
+    [rows] between 0 and 1, multiplies the share of every row of tiles.
     """
     height, width = min(height, runs.rows), min(width, runs.cols)
     weight = torch.where(runs.kind == BlockKind.FULL, 1.0, 0.5).double()
+    if row_weight is not None:
+        weight = weight * row_weight[runs.row]
     # Add each run's indicator to its pixel row as an integral over columns, then difference.
     edges = torch.linspace(0, runs.cols, width + 1, dtype=torch.float64)
     pixel_row = runs.row * height // runs.rows

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from flexcp.cli.sizes import parse_size
 from flexcp.errors import FlexCPError
+from flexcp.units import parse_size
 
 CATALOGUE = {
     "causal": (),

@@ -261,7 +261,8 @@ class _Builder:
             ) from None
         for name in path.split("."):
             if not hasattr(found, name):
-                public = [x for x in vars(found) if not x.startswith("_")] if path else []
+                known = vars(found).items() if path else ()
+                public = [n for n, value in known if n[0].isalpha() and callable(value)]
                 raise self._at(
                     call,
                     f"a name in {module}",

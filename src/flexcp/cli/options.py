@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from flexcp.cli.sizes import parse_size
 from flexcp.errors import FlexCPError
+from flexcp.units import parse_size
 
 
 def size_of_option(text: str | int) -> int:
@@ -16,6 +16,14 @@ def size_of_option(text: str | int) -> int:
         return parse_size(str(text))
     except FlexCPError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def mesh_of_option(text: str) -> int | tuple[int, ...]:
+    """A number of ranks, or groups x ranks that share heads."""
+    sizes = tuple(size_of_option(part) for part in str(text).lower().split("x"))
+    if len(sizes) > 2 or min(sizes) < 1:
+        raise typer.BadParameter("expected a number such as 64, or groups x ranks such as 8x8")
+    return sizes if len(sizes) == 2 else sizes[0]
 
 
 MASK_HELP = (
@@ -35,6 +43,14 @@ Tokens = Annotated[
     ),
 ]
 Ranks = Annotated[int, typer.Option(min=1, help="Devices that share the sequence.")]
+Mesh = Annotated[
+    Any,
+    typer.Option(
+        parser=mesh_of_option,
+        metavar="RANKS",
+        help="Devices that share the sequence; 8x8 for 8 groups of 8 that share heads.",
+    ),
+]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KvHeads = Annotated[
     int | None,

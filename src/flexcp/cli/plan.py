@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +17,12 @@ from flexcp.cli.options import (
     Heads,
     Json,
     KvHeads,
-    Ranks,
+    Mesh,
     Tokens,
 )
+
+if TYPE_CHECKING:
+    from flexcp.viz import Strategy
 
 
 def plan(
@@ -26,7 +30,7 @@ def plan(
         str | None, typer.Argument(metavar="MASK", help=MASK_HELP, show_default=False)
     ] = None,
     tokens: Tokens = None,
-    ranks: Ranks = 8,
+    ranks: Mesh = "8",
     heads: Heads = 32,
     kv_heads: KvHeads = None,
     head_dim: HeadDim = 128,
@@ -44,7 +48,10 @@ def plan(
     ] = None,
     machine: Annotated[
         str,
-        typer.Option(help="What to price it for: cpu-gloo, h100-nvlink, h100-ib, pcie, measure."),
+        typer.Option(
+            help="What to price it for: cpu-gloo, h100-nvlink, h100-ib, pcie, or measure for "
+            "this computer."
+        ),
     ] = "h100-ib",
     layout: Annotated[
         str,
@@ -56,6 +63,18 @@ def plan(
     check: Annotated[
         bool, typer.Option("--check", help="Prove that the schedule is a correct attention.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the report page: one file, no network.", rich_help_panel="Files"),
+    ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(help="Write a figure of the plan.", rich_help_panel="Files"),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the plan with every transfer, as JSON.", rich_help_panel="Files"),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:
@@ -63,12 +82,14 @@ def plan(
 
     Needs no GPU and no process group: a laptop plans a million tokens on 64 ranks.
     """
+    from flexcp.cli.files import writing
     from flexcp.cli.masks import read_masks
-    from flexcp.cli.output import note
+    from flexcp.cli.output import console, note, print_json
 
     masks, length, notes = read_masks(mask, named or [], tokens)
     from flexcp.cli.dtypes import dtype_of
     from flexcp.plan import Machine, make_plan
+    from flexcp.viz.strategies import strategies
 
     made = make_plan(
         masks,
@@ -86,9 +107,77 @@ def plan(
     )
     if check:
         made.check()
+        notes = (*notes, "proved: every allowed pair is computed once, by a rank that has its rows")
+    found = strategies(made)
+    title = mask if mask is not None else ", ".join(named or [])
+    for path, write in (
+        (html, lambda path: _write_html(found, path, title, notes)),
+        (svg, lambda path: _write_svg(found, path, title)),
+        (save, lambda path: path.write_text(made.to_json() + "\n", encoding="utf-8")),
+    ):
+        if path is not None:
+            with writing(path):
+                write(path)
     if as_json:
-        print(made.to_json())
+        print_json(_summary(found, title, notes))
         return
+    from flexcp.cli.plan_text import print_plan
+    from flexcp.viz.reasons import reasons
+
+    print_plan(console(), found, reasons(found), title)
     for line in notes:
         note(line)
-    print(made.explain())
+    for path in (html, svg, save):
+        if path is not None:
+            note(f"written: {path}")
+
+
+def _write_html(found: list[Strategy], path: Path, title: str, notes: tuple[str, ...]) -> None:
+    from flexcp.viz.report import save_report
+
+    save_report(found[0].plan, path, title=title, notes=notes, compared=found)
+
+
+def _write_svg(found: list[Strategy], path: Path, title: str) -> None:
+    from flexcp.viz.figure import save_figure
+
+    save_figure(found[0].plan, path, title=title)
+
+
+def _summary(found: list[Strategy], title: str, notes: tuple[str, ...]) -> dict[str, Any]:
+    """What a program would ask for; `--save` has every transfer."""
+    from dataclasses import asdict
+
+    from flexcp.viz.reasons import reasons
+
+    plan = found[0].plan
+    return {
+        "mask": title,
+        "tokens": plan.seq_len,
+        "ranks": list(plan.ranks.shape),
+        "shape": {**asdict(plan.shape), "dtype": str(plan.shape.dtype).removeprefix("torch.")},
+        "machine": asdict(plan.machine),
+        "chosen": {
+            "name": plan.considered[0][0],
+            "layout": plan.layout.name,
+            "schedules": {n: s.name for n, s in plan.schedules.items()},
+            "heads_shared_by": {n: s.inner for n, s in plan.schedules.items()},
+            "rounds": {n: s.forward.rounds for n, s in plan.schedules.items()},
+            "tokens_per_rank": plan.layout.counts.tolist(),
+            "stats": asdict(plan.stats()),
+            "fingerprint": plan.fingerprint(),
+        },
+        "why": reasons(found),
+        "considered": [{"name": n, "seconds": s} for n, s in plan.considered],
+        "strategies": [
+            {
+                "name": s.name,
+                "layout": s.plan.layout.name,
+                "seconds": s.plan.stats().predicted_seconds,
+                "imbalance": s.plan.stats().imbalance,
+                "most_bytes_received": max(s.plan.stats().bytes_received_per_rank),
+            }
+            for s in found
+        ],
+        "notes": list(notes),
+    }

@@ -1,0 +1,98 @@
+"""A plan next to what people would have done without one, priced by the same code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcp.plan import Plan, make_plan
+
+
+@dataclass(frozen=True, eq=False)
+class Strategy:
+    """A plan with a name that people know it by."""
+
+    name: str
+    about: str
+    """What it does, in a sentence."""
+    plan: Plan
+
+
+_KNOWN = (
+    (
+        "Contiguous ring",
+        "contiguous",
+        "ring",
+        "Each rank owns one stretch; all of K and V travel around the ring.",
+    ),
+    (
+        "Head-tail ring",
+        "head_tail",
+        "ring",
+        "Each rank owns a stretch from the front and one from the back; K and V travel around.",
+    ),
+    (
+        "PTRR all-gather",
+        "ptrr",
+        "allgather",
+        "Blocks sorted by work and dealt out there and back; all of K and V are gathered once.",
+    ),
+    (
+        "Ulysses",
+        "contiguous",
+        "ulysses",
+        "Rows are swapped for heads, and back: every rank sees all tokens of some heads.",
+    ),
+    (
+        "Contiguous exchange",
+        "contiguous",
+        "exchange",
+        "Each rank owns one stretch and receives exactly the rows that it needs.",
+    ),
+    (
+        "Balanced exchange",
+        "balanced",
+        "exchange",
+        "Work is evened out where documents allow it; exactly the rows that are needed move.",
+    ),
+)
+
+
+def chosen_strategy(plan: Plan) -> Strategy:
+    """The plan itself, under the name that the planner has for it."""
+    name = plan.considered[0][0]
+    priced = len(plan.considered)
+    about = f"This plan: the cheapest of {priced} priced." if priced > 1 else "This plan."
+    return Strategy(name[:1].upper() + name[1:], about, plan)
+
+
+def strategies(plan: Plan) -> list[Strategy]:
+    """The plan first, then others for the same masks and machine, the cheapest first.
+
+    >>> import flexcp
+    >>> plan = flexcp.make_plan(flexcp.masks.causal(), 8192, 4)
+    >>> [s.name for s in strategies(plan)][:2]
+    ['Balanced + exchange at once, kept', 'PTRR all-gather']
+    """
+    if plan.ranks.size == 1:
+        return [chosen_strategy(plan)]
+    shape = plan.shape
+    others = []
+    for name, layout, schedule, about in _KNOWN:
+        if layout == plan.layout.name and {schedule} == {s.name for s in plan.schedules.values()}:
+            continue
+        made = make_plan(
+            plan.grids,
+            plan.seq_len,
+            plan.ranks.size,
+            layout=layout,
+            schedule=schedule,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            batch=shape.batch,
+            machine=plan.machine,
+        )
+        others.append(Strategy(name, about, made))
+    others.sort(key=lambda s: s.plan.stats().predicted_seconds)
+    return [chosen_strategy(plan), *others]
