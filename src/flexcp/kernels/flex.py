@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexcp.blocks import BlockGrid
+from flexcp.kernels.prepared import outside_of_fake_tensors
 from flexcp.kernels.score import ScoreFunction
 
 FlexAttention = Callable[..., tuple[Tensor, AuxOutput]]
@@ -75,7 +76,7 @@ def flex_forward(
     lse = aux.lse
     assert lse is not None
     if sinks is not None:
-        total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+        total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
         out = (out * (lse - total).exp().unsqueeze(-1)).to(q.dtype)
         lse = total
     return out, lse, aux.max_scores
@@ -84,9 +85,14 @@ def flex_forward(
 def block_mask_for(grid: BlockGrid, device: torch.device) -> BlockMask:
     """The grid in torch's form on a device; made once and kept with the grid."""
     kept: dict[torch.device, BlockMask] = vars(grid).setdefault("_block_masks", {})
-    if device not in kept:
-        kept[device] = grid.to_block_mask(device=device)
-    return kept[device]
+    found = kept.get(device)
+    if found is None:
+        with outside_of_fake_tensors():
+            found = grid.to_block_mask()
+        found = found.to(device)
+        if type(found.kv_indices) is Tensor:  # nothing that a FakeTensorMode made outlives it
+            kept[device] = found
+    return found
 
 
 def _shifted(score_mod: ScoreFunction, q_start: int, kv_start: int) -> ScoreFunction:

@@ -54,7 +54,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     >>> out.item(), round(lse.exp().item(), 6)
     (0.5, 2.0)
     """
-    logits = sinks.to(lse.dtype)[None, :, None]
+    logits = sinks.to(lse.dtype).view(1, -1, 1)
     total = torch.logaddexp(lse, logits)
     anchor = total.masked_fill(total == -torch.inf, 0.0)
     return out * (lse - anchor).exp_().unsqueeze(-1), total
@@ -71,5 +71,5 @@ def sinks_gradient(
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
     delta = delta if grad_lse is None else delta - grad_lse
     anchor = lse.masked_fill(lse == -torch.inf, torch.inf)
-    weight = (sinks.to(dtype)[None, :, None] - anchor).exp_()
+    weight = (sinks.to(dtype).view(1, -1, 1) - anchor).exp_()
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,15 @@ from flexcp.kernels.interface import Shapes
 from flexcp.kernels.lanes import Lane, lanes_of
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
+
+
+def outside_of_fake_tensors() -> AbstractContextManager[object]:
+    """Masks are looked at for real, also where the tensors have shapes and no numbers."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        return nullcontext()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 class Prepared:
@@ -31,7 +42,8 @@ class Prepared:
         """The pieces of a plane, with or without fused ops."""
         key = (plane, fused)
         if key not in self._programs:
-            made = make_program(self.shapes.planes[plane], self.shapes.q_len, fused=fused)
+            with outside_of_fake_tensors():
+                made = make_program(self.shapes.planes[plane], self.shapes.q_len, fused=fused)
             self._programs[key] = made
         return self._programs[key]
 
@@ -45,12 +57,15 @@ class Prepared:
     def positions(self, which: str, device: torch.device) -> Tensor:
         """int64 Global positions of the rows of "q" or "kv"."""
         key = (which, device)
-        if key not in self._positions:
+        found = self._positions.get(key)
+        if found is None:
             shapes = self.shapes
             given = shapes.q_positions if which == "q" else shapes.kv_positions
             length = shapes.q_len if which == "q" else shapes.kv_len
-            self._positions[key] = (torch.arange(length) if given is None else given).to(device)
-        return self._positions[key]
+            found = (torch.arange(length) if given is None else given).to(device)
+            if type(found) is Tensor:  # nothing that a FakeTensorMode made outlives it
+                self._positions[key] = found
+        return found
 
 
 def prepared_for(grid: BlockGrid) -> Prepared:

@@ -48,10 +48,13 @@ class Forbidden:
     def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What to add to the scores: -inf where the pair may not attend, else 0."""
         key = (dtype, device)
-        if key not in self._biases:
+        found = self._biases.get(key)
+        if found is None:
             zeros = torch.zeros(self.pairs.shape, dtype=dtype)
-            self._biases[key] = zeros.masked_fill_(self.pairs, -torch.inf).to(device)
-        return self._biases[key]
+            found = zeros.masked_fill_(self.pairs, -torch.inf).to(device)
+            if type(found) is Tensor:  # nothing that a FakeTensorMode made outlives it
+                self._biases[key] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexcp.blocks import BlockGrid, build_block_grid
 from flexcp.errors import FlexCPError
 from flexcp.kernels.interface import full_shapes
-from flexcp.kernels.prepared import Prepared, prepared_for
+from flexcp.kernels.prepared import Prepared, outside_of_fake_tensors, prepared_for
 from flexcp.masks import Mask
 from flexcp.runtime.checks import check_mask_size
 
@@ -28,7 +28,7 @@ def prepare(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> Prepared
     """The shapes of a mask for these tensors, made on first use and kept with the mask object."""
     if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
         return _full(query.shape[2], key.shape[2])
-    with _outside_of_transforms():
+    with _outside_of_transforms(), outside_of_fake_tensors():
         return prepared_for(as_grid(block_mask, query, key))
 
 
@@ -49,6 +49,11 @@ def _full(q_len: int, kv_len: int) -> Prepared:
 
 def as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
     """The grid of whatever is passed as a mask, kept with it."""
+    with outside_of_fake_tensors():
+        return _as_grid(block_mask, query, key)
+
+
+def _as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
     if isinstance(block_mask, BlockGrid):
         grid = block_mask
     elif isinstance(block_mask, BlockMask):
