@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.flex import flex_forward
@@ -73,22 +72,6 @@ def flex_attention(
     >>> torch.allclose(out[:, :, 0], v[:, :, 0])
     True
     """
-    if has_torch_function_variadic(query, key, value):
-        return handle_torch_function(
-            flex_attention,
-            (query, key, value),
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            return_aux=return_aux,
-            sinks=sinks,
-        )
     check_tensors(query, key, value, enable_gqa)
     if return_lse and return_aux is not None:
         raise FlexCPError(

@@ -1,4 +1,4 @@
-"""Functions that torch's function modes see and may answer themselves, as torch's own."""
+"""Functions that torch's function modes and tensor subclasses may answer, as they may torch's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def overridable(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets a TorchFunctionMode that is on answer in the function's place; traced by torch.compile.
+    """Lets `__torch_function__` of a mode that is on, or of an argument, answer in its place.
 
     >>> class Answer(torch.overrides.TorchFunctionMode):
     ...     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -31,9 +31,9 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Not has_torch_function: inside torch.compile, it does not know of modes.
-        if torch._C._is_torch_function_mode_enabled():
-            return handle_torch_function(run, (), *args, **kwargs)
+        # Inside torch.compile, has_torch_function does not know of modes.
+        if torch._C._is_torch_function_mode_enabled() or has_torch_function(args):
+            return handle_torch_function(run, args, *args, **kwargs)
         return function(*args, **kwargs)
 
     return run
