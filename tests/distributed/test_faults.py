@@ -16,15 +16,19 @@ CAUSAL = masks.causal()
 X = torch.randn(1, 2, 60, 8, generator=torch.Generator().manual_seed(0))
 
 
-def run(mesh, *, before=None, between=None, mask=CAUSAL, dtype=torch.float32, heads=2):
+def run(
+    mesh, *, before=None, between=None, mask=CAUSAL, dtype=torch.float32, heads=2, grad=True,
+    grad_mode=True,
+):  # fmt: skip
     plan = flexcp.make_plan(
         mask, 60, mesh, layout="contiguous", schedule="ring", num_heads=2,
         head_dim=8, block_size=16,
     )  # fmt: skip
-    local = [plan.shard(X[:, :heads].to(dtype), 2).requires_grad_() for _ in range(3)]
+    local = [plan.shard(X[:, :heads].to(dtype), 2).requires_grad_(grad) for _ in range(3)]
     if before and mesh.get_rank() == 1:
         before()
-    out = flexcp.attention(*local, plan)
+    with torch.set_grad_enabled(grad_mode):
+        out = flexcp.attention(*local, plan)
     if between and mesh.get_rank() == 1:
         between()
     out.sum().backward()
@@ -70,8 +74,13 @@ def test_a_rank_that_raises_is_what_the_caller_sees(when):
             r"dtype: .*float64 on ra",
         ),
         (lambda r: {"heads": 1 if r == 0 else 2}, r"query heads: 1 on ranks \[0\]; 2 on ranks"),
+        (
+            lambda r: {"grad": r != 1},
+            r"needed on ranks \[0, 2\]; not needed on ranks \[1\]",
+        ),
+        (lambda r: {"grad_mode": r == 0}, r"gradients: needed on ranks \[0\]; not needed on ranks"),
     ],
-    ids=["mask", "dtype", "heads"],
+    ids=["mask", "dtype", "heads", "requires_grad", "no_grad"],
 )
 def test_ranks_whose_calls_differ_are_told_what_differs_before_data_moves(
     start, differently, message

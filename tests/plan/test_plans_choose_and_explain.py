@@ -191,7 +191,7 @@ def test_a_machine_can_be_measured():
         (lambda: make_plan(masks.causal(), 100, 4).positions(), "pass rank="),
         (
             lambda: make_plan(masks.causal(), 100, 4).unshard(torch.zeros(25), 0),
-            "ranks can talk to each other",
+            "made with a mesh, got one for 4 ranks",
         ),
         (
             lambda: make_plan({"a": masks.full(), "b": masks.causal()}, 9, 2).schedule_of("c"),

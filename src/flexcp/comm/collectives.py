@@ -67,6 +67,11 @@ class PairwiseCollectives(ABC):
         parts = self.all_gather(mine, [[int(n)] for n in sizes])
         return [bytes(part.tolist()).decode() for part in parts]
 
+    def all_bytes(self, mine: bytes) -> list[bytes]:
+        """As many bytes of every rank, by rank."""
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        return [bytes(x.tolist()) for x in self.all_gather(own, [own.shape] * self.world_size)]
+
     def barrier(self) -> None:
         """Returns once all ranks have come here."""
         here = torch.zeros(1, device=self.device)

@@ -66,6 +66,10 @@ class Transport(Protocol):
         """The sum over all ranks, added up in order of rank."""
         ...
 
+    def all_bytes(self, mine: bytes) -> list[bytes]:
+        """Bytes of all ranks, by rank; all give as many."""
+        ...
+
     def all_agree(self, text: str) -> list[str]:
         """The texts of all ranks, by rank: to find out who differs before data moves."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,13 +93,17 @@ class ProcessTransport(PairwiseCollectives):
         received = [
             torch.empty(*shape, dtype=like.dtype, device=like.device) for _, shape in receives
         ]
+        # Messages of another round never match, should a rank be elsewhere (NCCL knows no tags).
+        tag = zlib.crc32(label.encode()) >> 1
+
+        def operation(verb: Any, x: Tensor, peer: int) -> dist.P2POp:
+            return dist.P2POp(verb, x, self.members[peer], self.group, tag)
+
         ops: list[tuple[str, int, Any]] = []
         for (peer, _), buffer in zip(receives, received, strict=True):
-            ops.append(
-                ("receive", peer, dist.P2POp(dist.irecv, buffer, self.members[peer], self.group))
-            )
+            ops.append(("receive", peer, operation(dist.irecv, buffer, peer)))
         for (peer, _), x in zip(sends, kept, strict=True):
-            ops.append(("send", peer, dist.P2POp(dist.isend, x, self.members[peer], self.group)))
+            ops.append(("send", peer, operation(dist.isend, x, peer)))
         self.bytes_received += sum(x.numel() * x.element_size() for x in received)
         # A message without elements is not sent: both ends know that it would be empty.
         ops = [op for op in ops if op[2].tensor.numel()]

@@ -110,6 +110,10 @@ class CollectiveTransport:
         """The sum over all ranks, added up in order of rank."""
         return self.pairs.all_reduce(x)
 
+    def all_bytes(self, mine: bytes) -> list[bytes]:
+        """Bytes of all ranks, by rank."""
+        return self.pairs.all_bytes(mine)
+
     def all_agree(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
         return self.pairs.all_agree(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +15,16 @@ from torch import Tensor
 from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
+from flexcp.plan import compiled
 from flexcp.plan.cost import Cost
 from flexcp.plan.machine import Machine
 from flexcp.plan.mesh import Gatherer, Ranks
 from flexcp.plan.shape import AttentionShape
+from flexcp.plan.sizes import Sizes
 from flexcp.plan.stats import Stats, make_stats
 from flexcp.plan.text import explain, plan_as_data
 from flexcp.schedule import Schedule, check_schedule
+from flexcp.tokens import new_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,25 @@ class Plan:
     """The mesh."""
     considered: tuple[tuple[str, float], ...]
     """Layout and schedule of all that was priced, and predicted seconds; cheapest first."""
+    rows: int | None = field(init=False, repr=False)
+    """How many rows this rank owns; None if the plan was made from numbers."""
+    sizes: Mapping[str, Sizes] = field(init=False, repr=False)
+    """What this rank holds during attention under every mask; empty likewise."""
+    token: Tensor | None = field(init=False, repr=False)
+    """Stands for the plan inside compiled graphs; see `flexcp.tokens`."""
+
+    def __post_init__(self) -> None:
+        rank, heads = self.ranks.rank, (self.shape.num_heads, self.shape.num_kv_heads)
+        sizes = {}
+        if rank is not None:
+            sizes = {name: Sizes.of(s, rank, *heads) for name, s in self.schedules.items()}
+        found = {
+            "rows": None if rank is None else int(self.layout.counts[rank]),
+            "sizes": sizes,
+            "token": new_token(self),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @property
     def seq_len(self) -> int:
@@ -87,6 +109,10 @@ class Plan:
 
     def shard(self, x: Tensor, dim: int, *, rank: int | None = None, batch_dim: int = 0) -> Tensor:
         """This rank's rows of a full tensor; differentiable."""
+        if torch.compiler.is_compiling() and rank is None and self.rows is not None:
+            where = (dim % x.dim(), self._rank(None), batch_dim)
+            local: Tensor = compiled.shard(x, self.compiler_token, *where, self.rows)
+            return local
         return self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
 
     def unshard(self, x: Tensor, dim: int, *, batch_dim: int = 0) -> Tensor:
@@ -96,16 +122,31 @@ class Plan:
         rank's rows is what that rank's own backward pass says of them, as for a sequence that was
         never sharded.
         """
-        if self.ranks.transport is None:
-            raise FlexCPError(
-                "a plan on a mesh whose ranks can talk to each other",
-                f"one for {self.ranks.size} ranks that was made from numbers",
-                "make the plan with a DeviceMesh, or with the mesh that testing.simulate gives",
-            )
+        self.require_mesh()
+        if torch.compiler.is_compiling():
+            where = (dim % x.dim(), self._rank(None), batch_dim)
+            full: Tensor = compiled.unshard(x, self.compiler_token, *where, self.seq_len)
+            return full
         parts = _Gather.apply(  # type: ignore[no-untyped-call]
             x, dim % x.dim(), self._rank(None), self.ranks.transport, self.layout
         )
         return self.layout.restore(parts, dim, batch_dim=batch_dim)
+
+    def require_mesh(self) -> None:
+        """Raises if the plan was made from numbers, so that there is nobody to run it with."""
+        if self.ranks.rank is None or self.ranks.transport is None:
+            raise FlexCPError(
+                "a plan that was made with a mesh",
+                f"one for {self.ranks.size} ranks that was made from numbers",
+                "call flexcp.make_plan with a DeviceMesh, or with the mesh that testing.simulate "
+                "gives",
+            )
+
+    @property
+    def compiler_token(self) -> Tensor:
+        """The token, for use inside a compiled graph."""
+        assert self.token is not None, "plans are made outside of graphs"
+        return self.token
 
     def _rank(self, rank: int | None) -> int:
         if rank is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -10,20 +11,17 @@ from flexcp.comm import Transport
 from flexcp.errors import FlexCPError
 from flexcp.plan import Plan
 
+EXTRAS = "optional arguments"
+"""The name of one of the facts."""
+_DIGEST = 16
+"""Bytes that every rank sends to every other before each call."""
 
-def agree(
-    transport: Transport,
-    plan: Plan,
-    mask: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    score_mod: bool,
-    sinks: bool,
-) -> None:
-    """Raises on every rank if the ranks' calls differ, saying what differs between whom."""
-    facts = {
+
+def facts_of(
+    plan: Plan, mask: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, extras: str
+) -> dict[str, str]:
+    """What all ranks have to do alike in a call of attention."""
+    return {
         "plan": plan_fingerprint(plan),
         "mask": repr(mask),
         "batch": str(q.shape[0]),
@@ -32,12 +30,15 @@ def agree(
         "head dim": f"{q.shape[3]} and {v.shape[3]}",
         "dtype": str(q.dtype),
         "scale": str(scale),
-        "score_mod": "given" if score_mod else "none",
-        "sinks": "given" if sinks else "none",
+        EXTRAS: extras or "none",
     }
+
+
+def agree(transport: Transport, facts: Mapping[str, str]) -> None:
+    """Raises on every rank if the ranks' facts differ, saying what differs between whom."""
     mine = "\n".join(f"{name}={value}" for name, value in facts.items())
-    short = hashlib.sha256(mine.encode()).hexdigest()[:16]
-    if len(set(transport.all_agree(short))) == 1:
+    short = hashlib.sha256(mine.encode()).digest()[:_DIGEST]
+    if len(set(transport.all_bytes(short))) == 1:
         return
     every = [
         dict(line.split("=", 1) for line in text.split("\n")) for text in transport.all_agree(mine)
@@ -53,8 +54,8 @@ def agree(
     raise FlexCPError(
         "all ranks to make the same call of attention",
         " | ".join(differences),
-        "make the plan from the same mask and numbers on every rank, and pass the same kind of "
-        "tensors",
+        "make the plan from the same mask and numbers on every rank, pass the same kind of "
+        "tensors, and need gradients on all ranks or on none",
     )
 
 

@@ -126,6 +126,37 @@ def run_backward(
     return grad_q, grad_k, grad_v, captured
 
 
+def run_gather(
+    program: RankProgram, transport: Transport, k: Tensor, v: Tensor, label: str
+) -> Tensor:
+    """K and V of all rows that the rank computes against, in the order of the rounds.
+
+    [rows, B, G, D + Dv], or [rows, G, D + Dv] if batch elements have layouts of their own.
+    """
+    flow = _Flow(program, transport, _Rows.of(k, v, program), f"forward of {label}")
+    return torch.cat([flow.work(round_) for round_ in flow])
+
+
+def run_scatter(
+    program: RankProgram,
+    transport: Transport,
+    gradient: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows_of_round: Sequence[Tensor],
+    label: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the own k and v, from that of what `run_gather` returned.
+
+    `rows_of_round` says which of its rows each round of the backward program speaks of.
+    """
+    rows = _Rows.of(k, v, program)
+    home = _Homecoming(program, transport, rows, gradient.dtype, f"gradients of {label}")
+    for number, (round_, index) in enumerate(zip(program.rounds, rows_of_round, strict=True)):
+        home.after(number, round_, gradient.index_select(0, index.to(gradient.device)))
+    return home.arrive()
+
+
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """K and V of some tokens as one tensor with the tokens first: what is picked, sent and kept."""

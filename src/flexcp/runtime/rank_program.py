@@ -110,16 +110,16 @@ def rank_program(
     keeps = direction == "backward" and schedule.keeps_kv
     arrivals = forward if keeps else steps
     batches = [own, *(_rows_of_messages(step.receives) for step in arrivals)]
-    work = _Work(schedule, grid, group, place)
+    work = Work(schedule, grid, group, place)
     rounds = []
     for i, step in enumerate(steps):
         known = batches if keeps else batches[: i + 2]
         before = batches if keeps else batches[: i + 1]
-        rows = _rows(step.work)
+        rows = rows_of_spans(step.work)
         rounds.append(
             Round(
-                tuple(Message(p, _rows(s).numel()) for p, s in step.receives),
-                tuple(_message(p, _rows(s), before) for p, s in step.sends),
+                tuple(Message(p, rows_of_spans(s).numel()) for p, s in step.receives),
+                tuple(_message(p, rows_of_spans(s), before) for p, s in step.sends),
                 rows.numel(),
                 _picks(rows, known),
                 work.lanes(rows),
@@ -132,7 +132,7 @@ def rank_program(
     return RankProgram(tuple(rounds), home, schedule.groups.lanes > 1, last_use)
 
 
-class _Work:
+class Work:
     """Shapes of a round's work; row ranges of the mask are found once."""
 
     def __init__(self, schedule: Schedule, grid: BlockGrid, group: int, place: int) -> None:
@@ -146,6 +146,7 @@ class _Work:
         self._ranges = [row_ranges(g) for g in self._grids]
 
     def lanes(self, rows: Tensor) -> tuple[Lane, ...]:
+        """What the rank computes against these rows."""
         found = []
         for b in range(self._lanes):
             inside = torch.nonzero(torch.div(rows, self._seq_len, rounding_mode="floor") == b)[:, 0]
@@ -184,18 +185,18 @@ def _with_returns(
     alive: dict[int, Tensor] = {}
     done = []
     for i, (round_, step) in enumerate(zip(rounds, steps, strict=True)):
-        pieces[2 * i] = _rows(step.work)
+        pieces[2 * i] = rows_of_spans(step.work)
         alive[2 * i] = torch.ones(pieces[2 * i].numel(), dtype=torch.bool)
         out = []
         for peer, spans in step.returns_out:
-            rows = _rows(spans)
+            rows = rows_of_spans(spans)
             picks = _gathered(rows, pieces, alive)
             out.append(Message(peer, rows.numel(), picks))
             for pick in picks:
                 alive[pick.batch][pick.source] = False
         pieces[2 * i + 1] = _rows_of_messages(step.returns_in)
         alive[2 * i + 1] = torch.ones(pieces[2 * i + 1].numel(), dtype=torch.bool)
-        back = tuple(Message(p, _rows(s).numel()) for p, s in step.returns_in)
+        back = tuple(Message(p, rows_of_spans(s).numel()) for p, s in step.returns_in)
         done.append(replace(round_, returns_in=back, returns_out=tuple(out)))
     return done, _gathered(own, pieces, alive)
 
@@ -247,10 +248,11 @@ def _last_use(rounds: Sequence[Round], batches: int, keeps: bool) -> tuple[int, 
     return tuple(last)
 
 
-def _rows(spans: Spans) -> Tensor:
+def rows_of_spans(spans: Spans) -> Tensor:
+    """int64 The rows of some (start, stop) pairs."""
     parts = [torch.arange(a, b) for a, b in spans]
     return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)])
 
 
 def _rows_of_messages(messages: Sequence[tuple[int, Spans]]) -> Tensor:
-    return torch.cat([*(_rows(s) for _, s in messages), torch.zeros(0, dtype=torch.int64)])
+    return torch.cat([*(rows_of_spans(s) for _, s in messages), torch.zeros(0, dtype=torch.int64)])

@@ -88,11 +88,8 @@ class Swap:
         return total.index_add_(1, index.to(grad.device), grad)
 
     def _kv_index(self) -> Tensor | None:
-        own = self.heads[self.place]
-        each = [own.kv_of(h, self.num_heads, self.num_kv_heads) for h in own.q]
-        ratio = len(own.q) // max(len(own.kv), 1)
-        even = each == [i // ratio for i in range(len(own.q))] if ratio else True
-        return None if even and ratio * len(own.kv) == len(own.q) else torch.tensor(each)
+        each = self.heads[self.place].shared_kv(self.num_heads, self.num_kv_heads)
+        return None if each is None else torch.tensor(each)
 
     def _all_to_all(
         self, parts: list[Tensor], shapes: list[tuple[int, ...]], like: Tensor

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexcp.kernels.interface import Plane
 from flexcp.kernels.lanes import Lane, select
+from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.program import forbidden_columns
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.score import ScoreFunction
@@ -36,7 +37,9 @@ class _Block:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class TracedPlan:
+    """What a graph computes: which rows against which keys, block by block."""
+
     lanes: tuple[Lane, ...]
     blocks: tuple[tuple[_Block, ...], ...]
     """Of each plane."""
@@ -44,18 +47,22 @@ class _Plan:
     kv_positions: Tensor
 
 
-def _plan(block_mask: MaskLike | None, *sizes: int) -> _Plan:
-    batch, heads, q_len, kv_heads, kv_len = sizes
-    query = torch.empty(batch, heads, q_len, 1, device="meta")
-    key = torch.empty(batch, kv_heads, kv_len, 1, device="meta")
-    prepared = prepare(block_mask, query, key)
+def traced_plan(prepared: Prepared, q_len: int, *sizes: int) -> TracedPlan:
+    """The plan for tensors with so many batch elements, query heads and kv heads."""
     cpu = torch.device("cpu")
-    return _Plan(
-        prepared.lanes(batch, heads, kv_heads),
+    return TracedPlan(
+        prepared.lanes(*sizes),
         tuple(tuple(_blocks(plane, q_len)) for plane in prepared.shapes.planes),
         prepared.positions("q", cpu),
         prepared.positions("kv", cpu),
     )
+
+
+def _plan(block_mask: MaskLike | None, *sizes: int) -> TracedPlan:
+    batch, heads, q_len, kv_heads, kv_len = sizes
+    query = torch.empty(batch, heads, q_len, 1, device="meta")
+    key = torch.empty(batch, kv_heads, kv_len, 1, device="meta")
+    return traced_plan(prepare(block_mask, query, key), q_len, batch, heads, kv_heads)
 
 
 # What `torch._dynamo.assume_constant_result` does, without importing dynamo.
@@ -105,6 +112,19 @@ def traced_attention(
         for dim in range(4):
             torch._dynamo.mark_static(x, dim)
     plan = _plan(block_mask, *query.shape[:3], *key.shape[1:3])
+    return run_traced(plan, query, key, value, score_mod, scale, sinks)
+
+
+def run_traced(
+    plan: TracedPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction,
+    scale: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Likewise, with a plan that was made before."""
     lanes = [
         _run_lane(plan, lane, query, key, value, score_mod, scale, sinks) for lane in plan.lanes
     ]
@@ -125,7 +145,7 @@ def _in_order(parts: tuple[Tensor, ...], place: list[int], heads: int) -> Tensor
 
 
 def _run_lane(
-    plan: _Plan,
+    plan: TracedPlan,
     lane: Lane,
     query: Tensor,
     key: Tensor,
@@ -194,6 +214,14 @@ def _blind(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
         nothing if sink is None else sink.squeeze(-1).expand(q.shape[:3]),
         nothing,
     ]
+
+
+def no_keys(query: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Out and lse of queries without any key."""
+    dtype = accumulation_dtype(query.dtype)
+    sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
+    out, lse, _ = _blind(query.to(dtype), value, sink)
+    return out.to(query.dtype), lse
 
 
 def _modified(

@@ -20,6 +20,13 @@ class HeadSlice:
         """Which of the slice's own kv heads a query head uses."""
         return q_head * num_kv_heads // num_heads - self.kv.start
 
+    def shared_kv(self, num_heads: int, num_kv_heads: int) -> list[int] | None:
+        """The own kv head of every query head, if they can't share them evenly; else None."""
+        each = [self.kv_of(h, num_heads, num_kv_heads) for h in self.q]
+        ratio = len(self.q) // max(len(self.kv), 1)
+        even = each == [i // ratio for i in range(len(self.q))] if ratio else True
+        return None if even and ratio * len(self.kv) == len(self.q) else each
+
 
 def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadSlice, ...]:
     """Query heads as even as possible; each part gets the kv heads that its query heads use.

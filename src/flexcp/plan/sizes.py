@@ -1,0 +1,47 @@
+"""Sizes: how large the tensors of one rank are during attention, known before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcp.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one rank holds under one mask: plain numbers, which compiled graphs can depend on.
+
+    Without groups (`swaps` is False), a rank computes its own rows for all heads.
+    """
+
+    swaps: bool
+    """Whether ranks swap rows for heads."""
+    rows: int
+    """Rows whose queries the rank computes, in each batch element."""
+    q_heads: int
+    """Query heads that it computes them for."""
+    kv_heads: int
+    """Key-value heads, as the kernel gets them."""
+    kept_rows: int
+    """Rows of K and V of other ranks that are kept for the backward pass."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int, num_heads: int, num_kv_heads: int) -> Sizes:
+        """From a schedule.
+
+        >>> import flexcp
+        >>> from flexcp.plan import make_plan
+        >>> plan = make_plan(flexcp.masks.full(), 12, 2, schedule="ulysses", num_heads=4)
+        >>> Sizes.of(plan.schedule_of(), 0, 4, 4)
+        Sizes(swaps=True, rows=12, q_heads=2, kv_heads=2, kept_rows=0)
+        """
+        group, place = schedule.group_of(rank)
+        kept = 0
+        if schedule.keeps_kv:
+            kept = int(schedule.forward.moves.received(schedule.groups.ranks)[group])
+        heads = (num_heads, num_kv_heads)
+        if schedule.inner > 1:
+            own = schedule.heads[place]
+            shared = own.shared_kv(num_heads, num_kv_heads)
+            heads = (len(own.q), len(own.kv) if shared is None else len(shared))
+        return cls(schedule.inner > 1, int(schedule.groups.counts[group]), *heads, kept)
