@@ -51,7 +51,7 @@ def test_a_line_of_text_follows_the_curve():
         stepped(3, 0.1 + 0.2),
         Evaluated(3, 2 / 3),
         Compared(1, 1.0, 1.0 + 2**-52, 3.0, 3.0, 1e-17, "a.weight", 1e-10),
-        Failed(1, 'a "message"\nof two lines', True, False, ""),
+        Failed(1, 'a "message"\nof two lines', "1", "do that", False),
     ],
 )
 def test_events_survive_a_line_of_json(event):

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flexcp.cli.plan import plan
+from flexcp.cli.train import train
 
 app = typer.Typer(
     add_completion=False,
@@ -38,3 +39,4 @@ def _flexcp(
 
 
 app.command("plan")(plan)
+app.command("train")(train)

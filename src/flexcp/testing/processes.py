@@ -115,9 +115,18 @@ def _results(pipes: list[Connection], ranks: list[Any], timeout: float) -> list[
 
 def _first_cause(failures: dict[int, tuple[BaseException, str]]) -> int:
     """The rank that failed by itself, rather than because it waited for another."""
-    consequences = ("no answer on rank", "closed by peer", "reset by peer")
-    own = [r for r, (e, _) in failures.items() if not any(c in str(e) for c in consequences)]
+    own = [r for r, (e, _) in failures.items() if not is_consequence(e)]
     return min(own or failures)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether a rank failed because another one did.
+
+    >>> is_consequence(RuntimeError("Connection closed by peer [127.0.0.1]:2983"))
+    True
+    """
+    signs = ("no answer on rank", "closed by peer", "reset by peer")
+    return any(sign in str(error) for sign in signs)
 
 
 def _run(

@@ -104,6 +104,10 @@ class Finished:
     """Whether a signal ended it."""
     equal: bool | None
     """Whether every comparison held; None without comparisons."""
+    loss_difference: float | None
+    """The largest of all comparisons, relative."""
+    gradient_difference: float | None
+    """The largest of all comparisons, relative."""
     files: tuple[str, ...]
 
 
@@ -112,12 +116,12 @@ class Failed:
     """A rank can't go on."""
 
     rank: int
-    message: str
-    known: bool
-    """Whether it is a FlexCPError, whose message is enough."""
+    expected: str
+    """The parts of a FlexCPError, whatever the exception was."""
+    got: str
+    fix: str
     consequence: bool
     """Whether another rank's end caused it."""
-    traceback: str
 
 
 Event = Started | Stepped | Evaluated | Compared | Saved | Finished | Failed

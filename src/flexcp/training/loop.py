@@ -229,5 +229,9 @@ class _Run:
             planning_share=sum(e.plan_seconds for e in timed) / seconds if timed else None,
             interrupted=interrupted,
             equal=all(c.equal for c in self.comparisons) if self.comparisons else None,
+            loss_difference=max((c.loss_difference for c in self.comparisons), default=None),
+            gradient_difference=max(
+                (c.gradient_difference for c in self.comparisons), default=None
+            ),
             files=tuple(str(Path(config.out) / name) for name in names),
         )

@@ -1,0 +1,167 @@
+"""What a person sees of a training run: a bar in a terminal, lines in a pipe, a summary."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flexcp.cli.output import console
+from flexcp.cli.sizes import format_count, format_size
+from flexcp.training.curve import sparkline
+from flexcp.training.events import Compared, Evaluated, Event, Finished, Started, Stepped
+
+_LINES = 10
+"""Lines of a whole run in a pipe."""
+
+
+class Screen:
+    """Listens to a run. A bar moves and a curve grows, so it has state."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.started: Started | None = None
+        self._quiet = quiet
+        self._console = console()
+        self._losses: list[float] = []
+        self._eval: float | None = None
+        self._worst: Compared | None = None
+        self._progress = Progress(
+            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("", visible=False, text="")
+
+    def __enter__(self) -> Screen:
+        if self._is_drawing:
+            self._progress.start()
+        return self
+
+    @property
+    def _is_drawing(self) -> bool:
+        return not self._quiet and self._console.is_terminal
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._end_drawing()
+
+    def _end_drawing(self) -> None:
+        if self._is_drawing:
+            self._progress.update(self._task, visible=False)
+            self._progress.stop()
+
+    def stopping(self) -> None:
+        """Says that an interruption was heard."""
+        if not self._quiet:
+            self._console.print("Stopping after this step; once more to stop at once.")
+
+    def __call__(self, event: Event) -> None:
+        """Shows an event."""
+        if isinstance(event, Started):
+            self.started = event
+        if self._quiet:
+            return
+        if isinstance(event, Started):
+            self._start(event)
+        elif isinstance(event, Stepped):
+            self._step(event)
+        elif isinstance(event, Evaluated):
+            self._eval = event.eval_loss
+            if not self._is_drawing:
+                self._console.print(f"step {event.step:>6,}  held out {event.eval_loss:.4f}")
+        elif isinstance(event, Compared):
+            self._compare(event)
+        elif isinstance(event, Finished):
+            self._finish(event)
+
+    def _start(self, run: Started) -> None:
+        print_ = self._console.print
+        print_(
+            f"A transformer of {run.parameters:,} parameters, {run.documents:,} documents of "
+            f"{format_count(run.epoch_tokens)} tokens"
+        )
+        size = format_size(run.tokens_per_step)
+        if run.layout:
+            print_(f"{run.ranks} ranks share each step's {size} tokens: {run.layout}")
+        else:
+            print_(f"One process, {size} tokens a step")
+        if run.done:
+            print_(f"Going on after step {run.done:,}, from the checkpoint in {run.out}")
+        visible = run.done < run.steps
+        self._progress.update(self._task, total=run.steps, completed=run.done, visible=visible)
+
+    def _step(self, event: Stepped) -> None:
+        assert self.started is not None
+        self._losses.append(event.loss)
+        rate = self.started.tokens_per_step / event.seconds
+        planning = event.plan_seconds / event.seconds
+        held_out = "" if self._eval is None else f"  held out {self._eval:.3f}"
+        if self._is_drawing:
+            curve = sparkline(self._losses, 16)
+            text = f"loss {event.loss:.3f} {curve}{held_out}  {rate:,.0f} tokens/s"
+            self._progress.update(self._task, completed=event.step, text=text)
+        elif self._is_shown(event.step):
+            self._console.print(
+                f"step {event.step:>6,}  loss {event.loss:.4f}  {rate:,.0f} tokens/s, "
+                f"{event.documents} documents, planning {planning:.1%}"
+            )
+
+    def _is_shown(self, step: int) -> bool:
+        assert self.started is not None
+        return len(self._losses) == 1 or step % max(1, self.started.steps // _LINES) == 0
+
+    def _compare(self, event: Compared) -> None:
+        assert self.started is not None
+        worst = self._worst
+        if worst is None or event.gradient_difference > worst.gradient_difference:
+            self._worst = event
+        if self._is_shown(event.step) or not event.equal:
+            self._console.print(
+                f"step {event.step:>6,}  loss {event.loss:.9f}, one process "
+                f"{event.one_process_loss:.9f}; gradients differ by {event.gradient_difference:.1e}"
+                f"{'' if event.equal else ': MORE THAN ROUNDING'}"
+            )
+
+    def _finish(self, run: Finished) -> None:
+        self._end_drawing()
+        print_ = self._console.print
+        if run.first_loss is not None and run.last_loss is not None:
+            held_out = "" if run.eval_loss is None else f", held out {run.eval_loss:.3f}"
+            print_(
+                f"\nLoss {run.first_loss:.3f} → {run.last_loss:.3f} in {run.step:,} steps"
+                f"{held_out}  {sparkline(self._losses, 32)}"
+            )
+        if run.tokens_per_second is not None and run.planning_share is not None:
+            print_(
+                f"{run.tokens_per_second:,.0f} tokens/s, of which planning each step's mask took "
+                f"{run.planning_share:.1%}"
+            )
+        if self._worst is not None:
+            self._verdict(run, self._worst)
+        print_(f"Written: {', '.join(run.files)}")
+        if run.step < run.steps:
+            print_(
+                f"Stopped after step {run.step:,} of {run.steps:,}. The same command goes on from "
+                "there, with the losses of a run that was never stopped."
+            )
+
+    def _verdict(self, run: Finished, worst: Compared) -> None:
+        assert self.started is not None
+        word = "equal" if run.equal else "DIFFER FROM"
+        self._console.print(
+            f"Losses and gradients of {self.started.ranks} ranks {word} those of one process: "
+            f"losses within {run.loss_difference:.1e}, every entry of every gradient within "
+            f"{worst.gradient_difference:.1e} of the largest ({worst.parameter}); rounding may "
+            f"explain {worst.tolerance:.1e}"
+        )
+
+
+def summary(started: Started | None, ended: Finished) -> dict[str, Any]:
+    """The run for a program."""
+    about = {} if started is None else asdict(started)
+    return {**about, **asdict(ended)}
