@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexcp.cli.options import Debug, Json, size_of_option
+from flexcp.cli.options import Debug, Json, mesh_of_option, size_of_option
 from flexcp.errors import FlexCPError
 
 if TYPE_CHECKING:
@@ -19,11 +19,12 @@ _MODEL, _PLACE, _PLAN = "Model", "Record", "Plan"
 
 def train(
     ranks: Annotated[
-        int | None,
+        Any,
         typer.Option(
-            min=1,
-            help="Processes that share every sequence: 2 unless given. Under torchrun, as many "
-            "as it has started.",
+            parser=mesh_of_option,
+            metavar="RANKS",
+            help="Processes that share every sequence: 2 unless given; 2x2 for 2 groups of 2 that "
+            "share heads. Under torchrun, as many as it has started.",
             show_default=False,
         ),
     ] = None,
@@ -86,13 +87,6 @@ def train(
             help="auto, exchange, ring, allgather, ulysses or hybrid.", rich_help_panel=_PLAN
         ),
     ] = "auto",
-    head_ranks: Annotated[
-        int,
-        typer.Option(
-            help="Ranks that share the heads rather than the sequence, for hybrid.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = 1,
     out: Annotated[
         str,
         typer.Option(
@@ -138,6 +132,7 @@ def train(
     from flexcp.training import TrainConfig
     from flexcp.training.launch import launch, started_by_a_launcher
 
+    groups, head_ranks = ranks if isinstance(ranks, tuple) else (ranks, 1)
     config = TrainConfig(
         data=data, out=out, steps=steps, tokens=tokens, batch=batch, seed=seed, lr=lr, dim=dim,
         document_tokens=document_tokens, layers=layers, heads=heads, kv_heads=kv_heads,
@@ -149,20 +144,22 @@ def train(
     from flexcp.cli.train_screen import Screen, summary
 
     joined = started_by_a_launcher(os.environ)
-    if joined and ranks is not None and ranks != int(os.environ["WORLD_SIZE"]):
-        raise FlexCPError(
-            f"--ranks {os.environ['WORLD_SIZE']}, as many as the launcher has started",
-            f"--ranks {ranks}",
-            "leave --ranks away",
-        )
+    count = int(os.environ["WORLD_SIZE"]) if joined else 2
+    if ranks is not None:
+        if joined and groups * head_ranks != count:
+            raise FlexCPError(
+                f"--ranks {count}, as many as the launcher has started",
+                f"--ranks {groups * head_ranks}",
+                "leave --ranks away",
+            )
+        count = groups * head_ranks
     with Screen(quiet=as_json or (joined and os.environ["RANK"] != "0")) as screen:
-        if joined or ranks == 1:
+        if joined or count == 1:
             ended = _here(config, screen, joined=joined)
         else:
             ended = launch(
-                config, ranks or 2, listen=screen, when_asked_to_stop=screen.stopping,
-                show_logs=debug,
-            )  # fmt: skip
+                config, count, listen=screen, when_asked_to_stop=screen.stopping, show_logs=debug
+            )
     if as_json and (not joined or os.environ["RANK"] == "0"):
         print_json(summary(screen.started, ended))
     if ended.interrupted:

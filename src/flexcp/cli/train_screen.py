@@ -9,9 +9,9 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flexcp.cli.output import console
-from flexcp.cli.sizes import format_count, format_size
 from flexcp.training.curve import sparkline
 from flexcp.training.events import Compared, Evaluated, Event, Finished, Started, Stepped
+from flexcp.units import format_count, format_size
 
 _LINES = 10
 """Lines of a whole run in a pipe."""
@@ -28,13 +28,13 @@ class Screen:
         self._eval: float | None = None
         self._worst: Compared | None = None
         self._progress = Progress(
-            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
         )
-        self._task = self._progress.add_task("", visible=False, text="")
+        self._task = self._progress.add_task("starting the ranks", total=None, text="")
 
     def __enter__(self) -> Screen:
         if self._is_drawing:
@@ -92,8 +92,7 @@ class Screen:
             print_(f"One process, {size} tokens a step")
         if run.done:
             print_(f"Going on after step {run.done:,}, from the checkpoint in {run.out}")
-        visible = run.done < run.steps
-        self._progress.update(self._task, total=run.steps, completed=run.done, visible=visible)
+        self._move(run.done, "")
 
     def _step(self, event: Stepped) -> None:
         assert self.started is not None
@@ -104,12 +103,18 @@ class Screen:
         if self._is_drawing:
             curve = sparkline(self._losses, 16)
             text = f"loss {event.loss:.3f} {curve}{held_out}  {rate:,.0f} tokens/s"
-            self._progress.update(self._task, completed=event.step, text=text)
+            self._move(event.step, text)
         elif self._is_shown(event.step):
             self._console.print(
                 f"step {event.step:>6,}  loss {event.loss:.4f}  {rate:,.0f} tokens/s, "
                 f"{event.documents} documents, planning {planning:.1%}"
             )
+
+    def _move(self, step: int, text: str) -> None:
+        assert self.started is not None
+        total = self.started.steps
+        words = f"step {step:,}/{total:,}"
+        self._progress.update(self._task, total=total, completed=step, description=words, text=text)
 
     def _is_shown(self, step: int) -> bool:
         assert self.started is not None
@@ -138,8 +143,8 @@ class Screen:
             )
         if run.tokens_per_second is not None and run.planning_share is not None:
             print_(
-                f"{run.tokens_per_second:,.0f} tokens/s, of which planning each step's mask took "
-                f"{run.planning_share:.1%}"
+                f"{run.tokens_per_second:,.0f} tokens/s; planning every step's mask anew took "
+                f"{run.planning_share:.1%} of the time"
             )
         if self._worst is not None:
             self._verdict(run, self._worst)

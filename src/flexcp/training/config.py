@@ -133,7 +133,7 @@ got 3 heads; pass --kv-heads 1, or --heads 2
             raise FlexCPError(
                 f"a number of ranks that the {self.head_ranks} ranks sharing heads divide",
                 f"{ranks}",
-                "pass --head-ranks 1, or a divisor of --ranks",
+                "pass another number of ranks, or --ranks 2x2 for groups that share heads",
             )
         if ranks == 1 and self.compare:
             raise FlexCPError(

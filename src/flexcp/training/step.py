@@ -65,15 +65,16 @@ def masks_of(batch: PackedBatch, window: int | None) -> dict[str, Mask]:
 
 def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
     """This rank's rows of a batch. Every batch is packed anew, so every batch has its own plan."""
-    masks = masks_of(batch, config.window)
+    by_kind = masks_of(batch, config.window)
     sequences, tokens = batch.tokens.shape
+    alone = team.mesh is None
     start = time.perf_counter()
     plan = runtime.make_plan(
-        masks,
+        by_kind,
         tokens,
-        Ranks((1,), rank=0) if team.mesh is None else team.mesh,
-        layout=config.layout,
-        schedule=config.schedule,
+        Ranks((1,), rank=0) if alone else team.mesh,
+        layout="contiguous" if alone else config.layout,
+        schedule="exchange" if alone else config.schedule,
         num_heads=config.heads,
         num_kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -89,7 +90,7 @@ def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
         restart_positions=True,
     )
     local = {n: x.to(config.device) if isinstance(x, Tensor) else x for n, x in local.items()}
-    return Prepared(local, masks, None if team.mesh is None else plan, seconds)
+    return Prepared(local, by_kind, None if alone else plan, seconds)
 
 
 def loss_of(model: ByteTransformer, prepared: Prepared) -> Tensor:
