@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import flexcp
+from flexcp import Mask, masks
 from flexcp.kernels import flash
 from flexcp.kernels.fused import CPU_FLASH, FusedOp
 from flexcp.kernels.merge import merge
@@ -54,6 +55,43 @@ def test_large_rectangles_go_through_the_fused_op_unnoticed(name: str) -> None:
     ]
     for name_of in "qkv":
         assert_close(getattr(grads[0], name_of), getattr(grads[1], name_of), what=name_of)
+
+
+LONG_MASKS = {
+    "window with a tail": masks.sliding_window(700),
+    "two-sided window": masks.sliding_window(1100, 90),
+    "equal documents": masks.causal() & masks.document(lengths=[300] * 6 + [27]),
+    "equal two-way documents": masks.document(lengths=[609] * 3),
+    "block causal": masks.block_causal(250),
+    "rows that see nothing": masks.causal() & Mask(lambda b, h, q, kv: q - kv >= 130),
+    "by head": Mask(lambda b, h, q, kv: (q >= kv) & ((h > 0) | (q - kv < 333))),
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", LONG_MASKS)
+def test_long_unaligned_masks_are_the_oracles_twice_with_the_same_bits(
+    name: str, kv_heads: int
+) -> None:
+    mask = LONG_MASKS[name]
+    p = problem(batch=1, heads=2, kv_heads=kv_heads, q_len=1827, dim=3)
+    expected = p.expected(mask)
+    wanted = torch.autograd.grad(loss(expected.out, expected.lse), p.inputs)
+    found = []
+    for _ in range(2):
+        out, lse = flexcp.flex_attention(
+            p.q, p.k, p.v, block_mask=mask, enable_gqa=True, return_lse=True
+        )
+        plain = torch.autograd.grad(loss(out), p.inputs, retain_graph=True)
+        found.append([out, lse, *torch.autograd.grad(loss(out, lse), p.inputs), *plain])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert_close(found[0][0], expected.out, what="out")
+    assert_close(found[0][1], expected.lse, what="lse")
+    for what, actual, want in zip("qkv", found[0][2:5], wanted, strict=True):
+        assert_close(actual, want, what=f"d{what}")
+    alone = torch.autograd.grad(loss(p.expected(mask).out), p.inputs)
+    for what, actual, want in zip("qkv", found[0][5:], alone, strict=True):
+        assert_close(actual, want, what=f"d{what} without lse")
 
 
 def _score(score, b, h, q, kv):  # type: ignore[no-untyped-def]

@@ -65,6 +65,41 @@ def test_a_long_causal_mask_is_nearly_all_rectangles() -> None:
     assert in_rectangles > 0.85 * program.computed
 
 
+def test_a_staircase_of_blocks_is_cut_like_a_triangle() -> None:
+    shapes = shapes_of(flexcp.build_block_grid(masks.block_causal(250), 8000))
+    program = make_program(shapes.planes[0], 8000, fused=True)
+    assert len(program.pieces) < 90
+    assert program.computed < 1.02 * shapes.area(1, 1)
+    assert sum(p.rows * p.keys for p in program.rectangles) > 0.8 * program.computed
+
+
+def test_slabs_that_dont_continue_each_other_are_cut_alone() -> None:
+    documents = (Slab(0, 1500, 0, 1, 0, 1), Slab(1500, 3000, 1500, 1501, 0, 1))
+    both = make_program(Plane(documents), 3000, fused=True)
+    alone = [make_program(Plane((slab,)), 3000, fused=True) for slab in documents]
+    assert both.computed == sum(program.computed for program in alone)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_stacks_of_any_slopes_are_cut_without_loss(fused: bool) -> None:
+    """Edges that rise, fall and jump, at lengths that nothing divides."""
+    slabs = (
+        Slab(5, 1201, 100, 3000, 1, 0),
+        Slab(1201, 2407, 1296, 3000, -1, 2),
+        Slab(2407, 2408, 7, 4999),
+        Slab(2408, 3777, 600, 4100, 0, -1),
+        Slab(3777, 4999, 0, 2731, 1, 1),
+    )
+    program = make_program(Plane(slabs), 5000, fused=fused)
+    times = _covered(program, 5000, 8000)
+    expected = torch.zeros_like(times)
+    for slab in slabs:
+        for i in range(slab.rows):
+            expected[slab.q0 + i, slab.k0 + i * slab.k0_step : slab.k1 + i * slab.k1_step] = 1
+    assert torch.equal(times, expected)
+    assert bool(program.rectangles) == fused
+
+
 def test_strips_of_equal_form_share_what_is_forbidden() -> None:
     shapes = shapes_of(flexcp.build_block_grid(masks.sliding_window(500), 4096))
     program = make_program(shapes.planes[0], 4096, fused=False)

@@ -16,23 +16,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flexcp.kernels.cuts import STRIP_ROWS, Strip, cut_out, stacked, strips_of
 from flexcp.kernels.interface import Plane, Slab
 
-STRIP_ROWS = 128
-"""Rows of a strip: fewer compute fewer forbidden pairs, more make better matrix products."""
 _STRIP_PAIRS = STRIP_ROWS * 4096
 """A strip with more pairs is cut into several ranges of keys."""
-_FUSED_ROWS = 768
-"""The CPU op works on 256 rows at a time from here on; below, strips are as fast."""
-_FUSED_KEYS = 512
-_TRIANGLE = 1024
-"""Rows up to which a triangle is computed by strips alone."""
-_BAND = 3072
-"""Keys per row from which a band has a rectangle inside that is worth a fused call."""
-_CALL = 4096
-"""What starting a piece costs, in pairs per head."""
-_EFFICIENCY = {128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
-"""Speed of strips by their rows, relative to the best."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +102,6 @@ class Program:
         return sum(p.rows * p.keys for p in self.pieces)
 
 
-@dataclass(frozen=True)
-class _Strip:
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    slabs: tuple[Slab, ...]
-
-    @property
-    def cost(self) -> float:
-        return _CALL + (self.q1 - self.q0) * (self.k1 - self.k0)
-
-
 def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
     """The pieces of a plane. Without `fused`, all of them are strips.
 
@@ -138,13 +113,13 @@ def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
     32
     """
     rectangles: list[Slab] = []
-    strips: list[_Strip] = []
-    for slab in plane.slabs:
-        for part in _parts(slab, fused):
-            if fused and _worth_a_fused_call(part):
-                rectangles.append(part)
+    strips: list[Strip] = []
+    for stack in stacked(plane.slabs):
+        for rectangle, part in cut_out(stack) if fused else [(None, stack)]:
+            if rectangle is not None:
+                rectangles.append(rectangle)
             else:
-                strips.extend(_strips(part))
+                strips.extend(strips_of(part))
     covered = torch.zeros(q_len, dtype=torch.bool)
     written = torch.zeros(q_len, dtype=torch.bool)
     pieces: list[Piece] = []
@@ -176,91 +151,13 @@ def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
     return Program(tuple(pieces), bool(written.all()))
 
 
-def _worth_a_fused_call(slab: Slab) -> bool:
-    return slab.is_rectangle and slab.rows >= _FUSED_ROWS and slab.k1 - slab.k0 >= _FUSED_KEYS
-
-
-def _parts(slab: Slab, fused: bool) -> Iterator[Slab]:
-    """The slab cut so that as much as possible is large rectangles."""
-    steps = (slab.k0_step, slab.k1_step)
-    if not fused or slab.rows < _FUSED_ROWS:
-        yield slab
-    elif steps == (0, 1):
-        yield from _trapezoid(slab)
-    elif steps == (1, 0):
-        yield from _inverse_trapezoid(slab)
-    elif steps == (1, 1) and slab.k1 - slab.k0 >= _BAND:
-        for q0 in range(slab.q0, slab.q1, _TRIANGLE):
-            yield from _band(slab.cut(q0, min(q0 + _TRIANGLE, slab.q1)))
-    else:
-        yield slab
-
-
-def _trapezoid(slab: Slab) -> Iterator[Slab]:
-    """Row i sees [k0, k1 + i): the keys that all rows see, and a triangle."""
-    base = slab.k1 - 1
-    if slab.rows >= _FUSED_ROWS and base - slab.k0 >= _FUSED_KEYS:
-        yield Slab(slab.q0, slab.q1, slab.k0, base)
-        slab = Slab(slab.q0, slab.q1, base, slab.k1, 0, 1)
-    if slab.rows <= _TRIANGLE:
-        yield slab
-        return
-    middle = slab.q0 + _half(slab.rows)
-    yield from _trapezoid(slab.cut(slab.q0, middle))
-    yield from _trapezoid(slab.cut(middle, slab.q1))
-
-
-def _inverse_trapezoid(slab: Slab) -> Iterator[Slab]:
-    """Row i sees [k0 + i, k1): the keys that all rows see, and a triangle on its head."""
-    last = slab.k0 + slab.rows - 1
-    if slab.rows >= _FUSED_ROWS and slab.k1 - last - 1 >= _FUSED_KEYS:
-        yield Slab(slab.q0, slab.q1, last + 1, slab.k1)
-        slab = Slab(slab.q0, slab.q1, slab.k0, last + 1, 1, 0)
-    if slab.rows <= _TRIANGLE:
-        yield slab
-        return
-    middle = slab.q0 + _half(slab.rows)
-    yield from _inverse_trapezoid(slab.cut(slab.q0, middle))
-    yield from _inverse_trapezoid(slab.cut(middle, slab.q1))
-
-
-def _band(slab: Slab) -> Iterator[Slab]:
-    """Row i sees [k0 + i, k1 + i): a rectangle between two triangles."""
-    last = slab.k0 + slab.rows - 1
-    if slab.rows == 1 or slab.k1 - last < _FUSED_KEYS:
-        yield slab
-        return
-    yield Slab(slab.q0, slab.q1 - 1, slab.k0, last, 1, 0)
-    yield Slab(slab.q0, slab.q1, last, slab.k1)
-    yield Slab(slab.q0 + 1, slab.q1, slab.k1, slab.k1 + 1, 0, 1)
-
-
-def _half(rows: int) -> int:
-    return -(-rows // (2 * STRIP_ROWS)) * STRIP_ROWS
-
-
-def _strips(slab: Slab) -> Iterator[_Strip]:
-    """The slab in strips of the number of rows that costs least."""
-
-    def cost(rows: int) -> float:
-        k0, k1 = slab.cut(slab.q0, min(slab.q0 + rows, slab.q1)).bounds
-        # The first strip of a triangle is not typical of it; its mean row is.
-        widest = (k1 - k0) + (slab.area // slab.rows - (slab.k1 - slab.k0))
-        return -(-slab.rows // rows) * (_CALL + rows * widest / _EFFICIENCY[rows])
-
-    rows = min(_EFFICIENCY, key=cost)
-    for q0 in range(slab.q0, slab.q1, rows):
-        part = slab.cut(q0, min(q0 + rows, slab.q1))
-        yield _Strip(part.q0, part.q1, *part.bounds, (part,))
-
-
-def _joined_if_cheaper(strips: list[_Strip]) -> list[_Strip]:
+def _joined_if_cheaper(strips: list[Strip]) -> list[Strip]:
     """Small neighbours (short documents, say) computed together where that costs less."""
-    result: list[_Strip] = []
+    result: list[Strip] = []
     for strip in sorted(strips, key=lambda s: (s.q0, s.k0)):
         if result:
             last = result[-1]
-            both = _Strip(
+            both = Strip(
                 min(last.q0, strip.q0),
                 max(last.q1, strip.q1),
                 min(last.k0, strip.k0),
@@ -275,7 +172,7 @@ def _joined_if_cheaper(strips: list[_Strip]) -> list[_Strip]:
 
 
 def _edges(
-    strip: _Strip, known: dict[object, list[tuple[int, int, tuple[Forbidden, ...], bool]]]
+    strip: Strip, known: dict[object, list[tuple[int, int, tuple[Forbidden, ...], bool]]]
 ) -> list[tuple[int, int, tuple[Forbidden, ...], bool]]:
     """Ranges of columns of the strip, each with what is forbidden in it.
 

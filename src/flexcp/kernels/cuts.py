@@ -1,0 +1,195 @@
+"""Cuts: slabs that continue each other, cut into the largest rectangles and a rest for strips.
+
+A causal triangle, a window, a staircase of blocks and any mixture of them are cut the same way:
+the keys that all rows of a stack see are a rectangle; if there are too few, its two halves are
+tried.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from flexcp.kernels.interface import Slab
+
+STRIP_ROWS = 128
+"""Rows of a strip: fewer compute fewer forbidden pairs, more make better matrix products."""
+_FUSED_ROWS = 768
+"""The CPU op works on 256 rows at a time from here on; below, strips are as fast."""
+_FUSED_KEYS = 512
+_FUSED_SHARE = 0.6
+"""Of a stack's pairs: a smaller rectangle is not worth computing its rows in several pieces."""
+_EVEN = 64
+_TRIANGLE = 1024
+"""Rows up to which a stack without a large rectangle is computed by strips alone."""
+_CALL = 4096
+"""What starting a piece costs, in pairs per head."""
+_EFFICIENCY = {128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
+"""Speed of strips by their rows, relative to the best."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Slabs on consecutive rows: each row is in one of them."""
+
+    slabs: tuple[Slab, ...]
+
+    @property
+    def q0(self) -> int:
+        """First row."""
+        return self.slabs[0].q0
+
+    @property
+    def q1(self) -> int:
+        """One past the last row."""
+        return self.slabs[-1].q1
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self.q1 - self.q0
+
+    @cached_property
+    def area(self) -> int:
+        """How many pairs."""
+        return sum(s.area for s in self.slabs)
+
+    def cut(self, q0: int, q1: int) -> Stack:
+        """The part in rows [q0, q1)."""
+        return Stack(
+            tuple(
+                s.cut(max(s.q0, q0), min(s.q1, q1)) for s in self.slabs if s.q0 < q1 and s.q1 > q0
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Rows [q0, q1) and the keys [k0, k1) that any of them sees."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    slabs: tuple[Slab, ...]
+
+    @property
+    def cost(self) -> float:
+        """In pairs, as if all strips were as fast."""
+        return _CALL + (self.q1 - self.q0) * (self.k1 - self.k0)
+
+
+def stacked(slabs: tuple[Slab, ...]) -> list[Stack]:
+    """Slabs whose keys overlap where their rows meet, taken together.
+
+    >>> [len(s.slabs) for s in stacked((Slab(0, 4, 0, 4), Slab(4, 8, 0, 8), Slab(8, 12, 8, 12)))]
+    [2, 1]
+    """
+    done: list[list[Slab]] = []
+    ending: dict[int, list[list[Slab]]] = defaultdict(list)
+    for slab in sorted(slabs, key=lambda s: (s.q0, s.k0)):
+        mine: list[Slab] | None = None
+        for stack in ending[slab.q0]:
+            k0, k1 = _range(stack[-1], stack[-1].rows - 1)
+            if k0 < slab.k1 and slab.k0 < k1:
+                mine = stack
+                break
+        if mine is None:
+            mine = []
+            done.append(mine)
+        else:
+            ending[slab.q0] = [stack for stack in ending[slab.q0] if stack is not mine]
+        mine.append(slab)
+        ending[slab.q1].append(mine)
+    return [Stack(tuple(stack)) for stack in done]
+
+
+def cut_out(stack: Stack) -> Iterator[tuple[Slab | None, Stack]]:
+    """Rectangles for a fused op, each as (rectangle, its stack), and rests, as (None, stack)."""
+    if stack.rows < _FUSED_ROWS:
+        yield None, stack
+        return
+    ends = [_range(s, i) for s in stack.slabs for i in (0, s.rows - 1)]
+    k0, k1 = max(start for start, _ in ends), min(stop for _, stop in ends)
+    # Where an edge slants, what is left keeps all rows this way, and begins at an even address.
+    if any(start != k0 for start, _ in ends):
+        k0 = -(-k0 // _EVEN) * _EVEN
+    if any(stop != k1 for _, stop in ends):
+        k1 = (k1 - 1) // _EVEN * _EVEN
+    rectangle = Slab(stack.q0, stack.q1, k0, k1)
+    if k1 - k0 >= _FUSED_KEYS and rectangle.area >= _FUSED_SHARE * stack.area:
+        yield rectangle, Stack((rectangle,))
+        for rest in (*_before(stack, k0), *_after(stack, k1)):
+            yield from cut_out(rest)
+    elif stack.rows > _TRIANGLE:
+        middle = stack.q0 + -(-stack.rows // (2 * STRIP_ROWS)) * STRIP_ROWS
+        yield from cut_out(stack.cut(stack.q0, middle))
+        yield from cut_out(stack.cut(middle, stack.q1))
+    else:
+        yield None, stack
+
+
+def strips_of(stack: Stack) -> list[Strip]:
+    """The stack in strips of the number of rows that costs least, across its slabs or in each."""
+    found: list[list[Strip]] = []
+    costs: list[float] = []
+    for rows, efficiency in _EFFICIENCY.items():
+        ways = [[stack]] if len(stack.slabs) == 1 else [[stack], [Stack((s,)) for s in stack.slabs]]
+        for way in ways:
+            strips = [strip for part in way for strip in _every(part, rows)]
+            found.append(strips)
+            costs.append(sum(_CALL + (strip.cost - _CALL) / efficiency for strip in strips))
+    return found[costs.index(min(costs))]
+
+
+def _every(stack: Stack, rows: int) -> Iterator[Strip]:
+    at = 0
+    for q0 in range(stack.q0, stack.q1, rows):
+        q1 = min(q0 + rows, stack.q1)
+        while stack.slabs[at].q1 <= q0:
+            at += 1
+        parts = []
+        for slab in stack.slabs[at:]:
+            if slab.q0 >= q1:
+                break
+            parts.append(slab.cut(max(slab.q0, q0), min(slab.q1, q1)))
+        bounds = [part.bounds for part in parts]
+        yield Strip(q0, q1, min(k0 for k0, _ in bounds), max(k1 for _, k1 in bounds), tuple(parts))
+
+
+def _range(slab: Slab, i: int) -> tuple[int, int]:
+    """What the i-th row of a slab sees."""
+    return slab.k0 + i * slab.k0_step, slab.k1 + i * slab.k1_step
+
+
+def _before(stack: Stack, key: int) -> list[Stack]:
+    """What rows see before a key that all of them see."""
+    kept = []
+    for s in stack.slabs:
+        first, last = _rows_below(s.k0, s.k0_step, s.rows, key)
+        if first < last:
+            start = s.k0 + first * s.k0_step
+            kept.append(Slab(s.q0 + first, s.q0 + last, start, key, s.k0_step, 0))
+    return stacked(tuple(kept))
+
+
+def _after(stack: Stack, key: int) -> list[Stack]:
+    """What rows see from a key on that is the last for some of them."""
+    kept = []
+    for s in stack.slabs:
+        first, last = _rows_below(-s.k1, -s.k1_step, s.rows, -key)
+        if first < last:
+            stop = s.k1 + first * s.k1_step
+            kept.append(Slab(s.q0 + first, s.q0 + last, key, stop, 0, s.k1_step))
+    return stacked(tuple(kept))
+
+
+def _rows_below(value: int, step: int, rows: int, limit: int) -> tuple[int, int]:
+    """The range of i in [0, rows) with value + i * step < limit."""
+    if step == 0:
+        return (0, rows) if value < limit else (0, 0)
+    if step > 0:
+        return 0, max(0, min(rows, -((value - limit) // step)))
+    return max(0, min(rows, (value - limit) // -step + 1)), rows
