@@ -12,7 +12,8 @@ from flexcp.errors import FlexCPError
 from flexcp.masks import ids_from_lengths
 from flexcp.plan import Plan
 
-_NAMES_OF_DOCUMENTS = ("document_ids", "seq_idx")
+NAMES_OF_DOCUMENTS = ("document_ids", "seq_idx")
+"""Under which a batch says which document a token belongs to."""
 _OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 IGNORED = -100
 """The label of what is not scored, as in Transformers."""
@@ -36,7 +37,7 @@ def document_ids(
 ) -> Tensor | None:
     """int64 [B, S] The document of every token, if the caller or the batch names documents."""
     found = documents
-    for name in _NAMES_OF_DOCUMENTS:
+    for name in NAMES_OF_DOCUMENTS:
         found = batch.get(name) if found is None else found
     if found is None and batch.get("cu_seq_lens_q") is not None:
         found = batch["cu_seq_lens_q"].diff().tolist()
@@ -107,7 +108,7 @@ def local_part(
         parts: 1 if the ranks' gradients are summed; the number of ranks if they are averaged.
     """
     replaced = ("attention_mask", "labels", "shift_labels", "position_ids", "use_cache")
-    dropped = {*replaced, *_NAMES_OF_DOCUMENTS, *_OF_FLASH_ATTENTION}
+    dropped = {*replaced, *NAMES_OF_DOCUMENTS, *_OF_FLASH_ATTENTION}
     whole = {name: x for name, x in batch.items() if name not in dropped}
     whole["position_ids"] = position_ids
     if labels is not None:

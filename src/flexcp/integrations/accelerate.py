@@ -1,0 +1,82 @@
+"""Accelerate: ranks that share a sequence are given the same batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from flexcp.errors import FlexCPError
+from flexcp.plan import Ranks
+
+
+def share_batches(accelerator: Accelerator, mesh: Any) -> None:
+    """Makes the data loaders that are prepared from now on give one batch to all ranks of a mesh.
+
+    By default Accelerate gives every process batches of its own. Groups of ranks that hold their
+    sequences together still get different batches, as in data parallelism.
+
+    Args:
+        accelerator: Whose `prepare` will be called.
+        mesh: The mesh that the model is attached to; its ranks must follow each other.
+
+    >>> from accelerate import Accelerator
+    >>> from flexcp.testing import simulate
+    >>> simulate(lambda mesh: share_batches(Accelerator(cpu=True), mesh), 1)
+    [None]
+    """
+    size = Ranks.of(mesh).size
+    _require_neighbours(mesh, accelerator.process_index, size)
+    if accelerator.num_processes % size:
+        raise FlexCPError(
+            f"a number of processes that {size} ranks per sequence divide",
+            f"{accelerator.num_processes}",
+            "start a multiple of the mesh's size",
+        )
+    if accelerator.dataloader_config.dispatch_batches:
+        raise FlexCPError(
+            "dispatch_batches=False: every rank reads the batches by itself",
+            "True",
+            "leave dispatch_batches out, or set it to False",
+        )
+    accelerator.dataloader_config.dispatch_batches = False
+    groups = accelerator.num_processes // size
+    # What Accelerate asks to find out which processes get the same batches.
+    accelerator._prepare_device_mesh = lambda: _DataMesh({"dp_replicate": groups, "cp": size})
+
+
+def _require_neighbours(mesh: Any, rank: int, size: int) -> None:
+    """Accelerate counts processes in the order of their ranks."""
+    if getattr(mesh, "mesh", None) is None:
+        return
+    ranks = sorted(int(r) for r in mesh.mesh.reshape(-1).tolist())
+    first = rank // size * size
+    if ranks != list(range(first, first + size)):
+        raise FlexCPError(
+            f"a mesh of neighbouring ranks, {list(range(first, first + size))} here",
+            f"ranks {ranks}",
+            'make it the last dimension: init_device_mesh(device, (dp, cp), ("dp", "cp"))["cp"]',
+        )
+
+
+@dataclass(frozen=True)
+class _DataMesh:
+    """As much of a DeviceMesh as the preparation of data loaders looks at."""
+
+    sizes: dict[str, int]
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    def __getitem__(self, name: str) -> _Axis:
+        return _Axis(self.sizes[name])
+
+
+@dataclass(frozen=True)
+class _Axis:
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
