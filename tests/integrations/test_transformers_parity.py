@@ -43,6 +43,13 @@ def test_a_model_on_two_processes_is_the_model_on_one(family):
         assert_same(actual, expected, batch)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_one_rank_has_nothing_to_exchange(family):
+    model, batch = make(family), batch_of("packed")
+    expected = one_process(model, batch)
+    assert_same(simulate(lambda mesh: on_rank(model, mesh, batch), 1)[0], expected, batch)
+
+
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses", "exchange"])
 def test_schedules_make_no_difference(schedule):
     model, batch = make("qwen3"), batch_of("packed")
@@ -182,6 +189,19 @@ def test_a_bidirectional_decoder_keeps_seeing_both_ways():
     model.config.is_causal = False
     expected = one_process(model, batch)
     assert_same(simulate(lambda mesh: on_rank(model, mesh, batch), 3)[0], expected, batch)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_autocast_casts_as_it_does_for_torch(ranks):
+    model, batch = make("qwen3"), batch_of("plain")
+
+    def rank(mesh):
+        with torch.autocast("cpu", torch.bfloat16):
+            return on_rank(model, mesh, batch)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = one_process(model, batch)
+    assert relative_error(simulate(rank, ranks)[0][1], expected[1]) < 0.01
 
 
 def test_bfloat16_models_agree_as_far_as_their_type_does():

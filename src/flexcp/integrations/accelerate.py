@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 
 from flexcp.errors import FlexCPError
 from flexcp.plan import Ranks

@@ -19,7 +19,7 @@ from flexcp.integrations.transformers.global_masks import (
     separates_documents,
 )
 from flexcp.plan import Plan
-from flexcp.runtime import attention
+from flexcp.runtime import attention, flex_attention
 
 IMPLEMENTATION = "flexcp"
 """The name of this attention, and of its masks, in Transformers' registries."""
@@ -45,6 +45,9 @@ class Sharding:
         """The name in the plan of every kind of mask that the model makes."""
         self.last_position = last_position
         """The largest position of the whole batch, for models that must know."""
+        positions = plan.positions()
+        self.whole = plan.ranks.size == 1 and bool((positions.diff() == 1).all())
+        """Whether this rank has every token, in order."""
         self.local_jumps = local_jumps
         """Whether the model will take jumps in this rank's positions for documents."""
 
@@ -73,6 +76,7 @@ class LayerMask:
 
     plan: Plan
     name: str
+    whole: bool
 
 
 def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
@@ -99,7 +103,8 @@ def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
             "pass on the position_ids of cp.shard(batch) as they are; if you do, name documents "
             "by document_ids, and give an attention_mask of ones",
         )
-    return LayerMask(sharding.plan, require_known(mask_kind(mask_function), sharding.names))
+    name = require_known(mask_kind(mask_function), sharding.names)
+    return LayerMask(sharding.plan, name, sharding.whole)
 
 
 def attend(
@@ -150,18 +155,35 @@ def attend(
         raise FlexCPError(
             "no position_bias", f"one in {layer}", "run this model without context parallelism"
         )
-    out = attention(
-        query,
-        key,
-        value,
-        attention_mask.plan,
-        mask=attention_mask.name,
-        score_mod=None if softcap is None else _softcapped(softcap),
-        scale=scaling,
-        sinks=s_aux,
-    )
+    query, key, value = _autocast(query, key, value)
+    score_mod = None if softcap is None else _softcapped(softcap)
+    plan, name = attention_mask.plan, attention_mask.name
+    if attention_mask.whole:  # nothing to exchange, so nothing to pack for the way either
+        out = flex_attention(
+            query,
+            key,
+            value,
+            score_mod,
+            plan.grids[name],
+            scaling,
+            enable_gqa=True,
+            sinks=s_aux,
+        )
+    else:
+        out = attention(
+            query, key, value, plan, mask=name, score_mod=score_mod, scale=scaling, sinks=s_aux
+        )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """Casts as PyTorch's own attention does inside an autocast region."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _softcapped(bound: float) -> Callable[..., Tensor]:

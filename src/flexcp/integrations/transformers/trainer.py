@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexcp.errors import FlexCPError
-from flexcp.integrations.accelerate import share_batches
 from flexcp.integrations.transformers.attached import Attached, attach
 from flexcp.integrations.transformers.batch import NAMES_OF_DOCUMENTS
 from flexcp.integrations.transformers.refused import language_model
@@ -22,7 +21,7 @@ else:
 
 
 class TrainerMixin(_Trainer):
-    """Put it before Trainer: `class T(TrainerMixin, Trainer)`, and train on as many ranks as wanted.
+    """Context parallelism for Trainer: `class T(TrainerMixin, Trainer)`, run on several ranks.
 
     Ranks of the mesh get the same batches, each computes its part, and loss, gradients and
     metrics are those of one process. Processes beyond the mesh are data-parallel. In a single
@@ -102,6 +101,8 @@ class TrainerMixin(_Trainer):
         super().create_accelerator_and_postprocess()
         mesh = self._mesh()
         if mesh is not None:
+            from flexcp.integrations.accelerate import share_batches
+
             share_batches(self.accelerator, mesh)
 
     def get_cp_size(self) -> int:
@@ -167,13 +168,14 @@ class TrainerMixin(_Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.get_cp_size()
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list({*self._signature_columns, *NAMES_OF_DOCUMENTS})
+        columns: Any = self._signature_columns  # which the Trainer first declares as None
+        columns += [name for name in NAMES_OF_DOCUMENTS if name not in columns]
 
 
 def _first_of_each(gathered: Tensor, size: int) -> Tensor:
@@ -183,7 +185,7 @@ def _first_of_each(gathered: Tensor, size: int) -> Tensor:
 
 
 def _map(fn: Any, data: Any) -> Any:
-    """fn of every tensor in nested tuples, lists and dicts."""
+    """Applies fn to every tensor in nested tuples, lists and dicts."""
     if isinstance(data, Tensor):
         return fn(data)
     if isinstance(data, dict):
