@@ -58,7 +58,9 @@ def test_the_terminal_shows_two_pixels_to_a_character(picture):
     assert len(picture.to_text().splitlines()) == 32
     coloured = picture.to_text(colour=True).splitlines()
     assert len(coloured) == 16
-    assert coloured[0].count("▀") == 32
+    assert coloured[-1].count("▀") == 31, "the last pixel of the diagonal has nothing above it"
+    assert coloured[-1].count("▄") == 1
+    assert coloured[0].count(" ") == 30, "what is empty keeps the terminal's background"
     assert coloured[0].endswith("\x1b[0m")
 
 

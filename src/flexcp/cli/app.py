@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from flexcp.cli.bench import bench
 from flexcp.cli.plan import plan
+from flexcp.cli.show import show
 from flexcp.cli.train import train
 
 app = typer.Typer(
@@ -39,4 +41,6 @@ def _flexcp(
 
 
 app.command("plan")(plan)
+app.command("show")(show)
 app.command("train")(train)
+app.command("bench")(bench)

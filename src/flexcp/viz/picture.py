@@ -49,7 +49,8 @@ class Picture:
                 a digit or letter for each rank.
         """
         if colour:
-            return _half_blocks(self.pixels(), 8 if colour == 8 and colour is not True else 24)
+            empty = self.share <= 1e-9
+            return _half_blocks(self.pixels(), empty, 8 if int(colour) == 8 else 24)
         if self.owner is None or int(self.owner.max()) >= len(_SYMBOLS):
             return as_text(self.share)
         lines = []
@@ -184,16 +185,24 @@ def picture_by_rank(
     return Picture(share, title or grid.mask.name, (paint * 255).clamp(0, 255), owner)
 
 
-def _half_blocks(pixels: Tensor, bits: int) -> str:
-    """Two pixels above each other in one character."""
+def _half_blocks(pixels: Tensor, empty: Tensor, bits: int) -> str:
+    """Two pixels above each other in one character; the terminal's own background where empty."""
     if pixels.shape[0] % 2:
         pixels = torch.cat([pixels, pixels[-1:]])
+        empty = torch.cat([empty, torch.ones_like(empty[-1:])])
+    colours, gone = pixels.tolist(), empty.tolist()
     lines = []
-    for upper, lower in zip(pixels[::2].tolist(), pixels[1::2].tolist(), strict=True):
-        cells = (
-            f"\x1b[38;{_code(a, bits)}m\x1b[48;{_code(b, bits)}m▀"
-            for a, b in zip(upper, lower, strict=True)
-        )
+    for y in range(0, len(colours), 2):
+        cells = []
+        for x, (upper, lower) in enumerate(zip(colours[y], colours[y + 1], strict=True)):
+            above, below = not gone[y][x], not gone[y + 1][x]
+            if above and below:
+                cells.append(f"\x1b[38;{_code(upper, bits)};48;{_code(lower, bits)}m▀")
+            elif above or below:
+                one = upper if above else lower
+                cells.append(f"\x1b[0;38;{_code(one, bits)}m{'▀' if above else '▄'}")
+            else:
+                cells.append("\x1b[0m ")
         lines.append("".join(cells) + "\x1b[0m")
     return "\n".join(lines)
 
