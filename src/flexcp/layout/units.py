@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,30 +20,38 @@ _LARGE, _ROUGH = 8, 64
 """Blocks are looked at row by row from these fractions of a rank's work on: all of them, and those
 that differ much from their neighbours."""
 
+_JOINED = 16
+"""Blocks of much the same work are dealt out together, up to this fraction of a rank's tokens."""
 _SINGLE, _TOGETHER = 1024, 16
 """Rows of more than this fraction of a rank's work are dealt out one by one, others in pieces."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Unit:
     """Consecutive rows, taken to be of equal work each."""
 
     start: int
     stop: int
     area: int
+    reach: int
+    """Rows that a rank with these needs, its own included."""
 
     def take(self, tokens: int, *, from_end: bool) -> Unit:
         """Cuts some rows off."""
         size = self.stop - self.start
         area = self.area * tokens // size
         if from_end:
-            part = Unit(self.stop - tokens, self.stop, area)
+            part = Unit(self.stop - tokens, self.stop, area, self.reach)
             self.stop -= tokens
         else:
-            part = Unit(self.start, self.start + tokens, area)
+            part = Unit(self.start, self.start + tokens, area, self.reach)
             self.start += tokens
         self.area -= area
         return part
+
+    def copy(self) -> Unit:
+        """The same, to be cut another time."""
+        return Unit(self.start, self.stop, self.area, self.reach)
 
     @property
     def tokens(self) -> int:
@@ -54,43 +63,107 @@ class Unit:
 class Group:
     """Rows that have to do with each other, and with no rows of other groups."""
 
+    number: int
+    """Groups are numbered by position."""
     reach: int
     """Tokens of the largest document in it: what one rank has to fetch at most."""
+    small: bool
+    """Whether it consists of small documents, and may be cut anywhere."""
     heavy: deque[Unit] = field(default_factory=deque)
     """Units with more work than the mean row, last row first."""
     light: deque[Unit] = field(default_factory=deque)
     """The others, first row first."""
+    tokens: int = 0
+    """Rows, before any are dealt out."""
+    area: int = 0
+    """Their work."""
+    light_reach: int = 0
+    """The largest reach among the light units."""
     begun: bool = False
-    """Whether some of the light rows are dealt out."""
-    quota: int = 0
-    """Light rows for each of the ranks that share the group: what one rank has, it has to send to
-    all the others, so none should have most of them."""
+    """Whether some of the rows are dealt out."""
+    level: int = 0
+    """Ranks take light rows of the group in whose heavy rows they work until they need no more rows
+    of others than this."""
+    most: int = 0
+    """How many of them a rank takes at most: it has to send them to all who share the group."""
+    equal: int = 0
+    """How many each rank would have if all that work on the group had the same."""
+
+    @property
+    def density(self) -> float:
+        """Work per row."""
+        return self.area / max(1, self.tokens)
+
+    def copy(self) -> Group:
+        """The same, to be dealt out another time."""
+        found = replace(self, heavy=deque(), light=deque())
+        found.heavy.extend(unit.copy() for unit in self.heavy)
+        found.light.extend(unit.copy() for unit in self.light)
+        return found
 
 
 def make_groups(work: Work, ranks: int) -> list[Group]:
     """All rows, cut into units and sorted into groups, in order of position."""
-    share = max(1, work.seq_len // ranks)
-    seams = work.seams
-    bounds, reach = _bounds(seams, work.seq_len, share // _SMALL)
-    start, stop, area = _units(work, bounds, max(1, int(work.before[-1]) // ranks))
+    tokens, pairs = max(1, work.seq_len // ranks), max(1, int(work.before[-1]) // ranks)
+    bounds, reach = _bounds(work.seams, work.seq_len, tokens // _SMALL)
+    start, stop, area = _units(work, bounds, pairs, tokens)
     group = torch.searchsorted(bounds, start, right=True) - 1
-    small = reach[group] <= share // _SMALL
-    density = _density(start, stop, area, group, small, max(1, share // _WINDOW))
+    small = reach <= tokens // _SMALL
+    density = _density(start, stop, area, group, small[group], max(1, tokens // _WINDOW))
     heavy = density * work.seq_len > float(work.before[-1]) * (1 + 1e-12)
-    groups = [Group(r) for r in reach.tolist()]
-    for g, a, b, w, is_heavy in zip(
-        group.tolist(), start.tolist(), stop.tolist(), area.tolist(), heavy.tolist(), strict=True
-    ):
+    needs = torch.where(small[group], reach[group], _spans(work, bounds, group, start))
+    groups = [
+        Group(i, r, s) for i, (r, s) in enumerate(zip(reach.tolist(), small.tolist(), strict=True))
+    ]
+    columns = (x.tolist() for x in (group, heavy, start, stop, area, needs))
+    for g, is_heavy, *unit in zip(*columns, strict=True):
         if is_heavy:
-            groups[g].heavy.appendleft(Unit(a, b, w))
+            groups[g].heavy.appendleft(Unit(*unit))
         else:
-            groups[g].light.append(Unit(a, b, w))
+            groups[g].light.append(Unit(*unit))
     for one in groups:
-        pairs = sum(unit.area for units in (one.heavy, one.light) for unit in units)
-        rows = sum(unit.tokens for unit in one.light)
-        sharers = max(1, pairs * ranks // max(1, int(work.before[-1])))
-        one.quota = -(-rows // sharers)
+        _sum_up(one, tokens, pairs)
     return groups
+
+
+def _sum_up(group: Group, tokens: int, pairs: int) -> None:
+    """Fills in what follows from the units; `tokens` and `pairs` are a rank's shares."""
+    units = (*group.heavy, *group.light)
+    group.tokens = sum(unit.tokens for unit in units)
+    group.area = sum(unit.area for unit in units)
+    group.light_reach = max((unit.reach for unit in group.light), default=0)
+    light = sum(unit.tokens for unit in group.light)
+    sharers = max(1, group.area // pairs)
+    group.equal = -(-light // sharers)
+    group.most = max(group.equal, group.reach // (2 * sharers))
+    # The ranks with the last rows need most, so light rows go to them until all need the same.
+    wishes: list[int] = []
+    reach = group.heavy[0].reach if group.heavy else 0
+    while reach > 0 and len(wishes) < sharers:
+        own = min(tokens, max(1, pairs // max(1, reach)))
+        wishes.append(reach - own)
+        reach -= own
+    given, level = 0, wishes[0] if wishes else 0
+    for count, (here, below) in enumerate(pairwise([*wishes, 0]), start=1):
+        step = min(here - below, (light - given) // count)
+        given, level = given + step * count, here - step
+        if step < here - below:
+            break
+    group.level = level
+
+
+def _spans(work: Work, bounds: Tensor, group: Tensor, start: Tensor) -> Tensor:
+    """int64 [U] How far it is from the first to the last key of units, within their group."""
+    size, blocks = work.block, work.blocks.numel()
+    first = torch.full((blocks,), blocks)
+    last = torch.zeros(blocks, dtype=torch.int64)
+    for grid in work.grids:
+        for runs in grid.runs:
+            first.scatter_reduce_(0, runs.row, runs.start, "amin")
+            last.scatter_reduce_(0, runs.row, runs.stop, "amax")
+    block = torch.div(start, size, rounding_mode="floor")
+    begin = torch.maximum(first[block] * size, bounds[group])
+    return (torch.minimum(last[block] * size, bounds[group + 1]) - begin).clamp(min=0)
 
 
 def _bounds(seams: Tensor, seq_len: int, small: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +182,7 @@ def _bounds(seams: Tensor, seq_len: int, small: int) -> tuple[Tensor, Tensor]:
     return bounds, reach.scatter_reduce_(0, group, edges.diff(), "amax")
 
 
-def _units(work: Work, bounds: Tensor, share: int) -> tuple[Tensor, Tensor, Tensor]:
+def _units(work: Work, bounds: Tensor, share: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """int64 [U] Starts, stops and areas: blocks, and finer pieces where a block is too coarse."""
     size = work.block
     coarse = _coarse_blocks(work.blocks, share)
@@ -119,6 +192,11 @@ def _units(work: Work, bounds: Tensor, share: int) -> tuple[Tensor, Tensor, Tens
     whole[fine] = False
     start = torch.arange(work.blocks.numel()) * size
     stop = (start + size).clamp(max=work.seq_len)
+    opens_whole = whole & ~_follows(work.blocks, whole, bounds, size, tokens)
+    closes_whole = whole.clone()
+    closes_whole[:-1] &= ~whole[1:] | opens_whole[1:]
+    joined = torch.zeros(int(opens_whole.sum()), dtype=torch.int64)
+    joined.index_add_(0, opens_whole.long().cumsum(0)[whole] - 1, work.blocks[whole])
     rows = (fine[:, None] * size + torch.arange(size)).reshape(-1)
     areas = work.tokens(fine).reshape(-1)
     inside = rows < work.seq_len
@@ -136,10 +214,21 @@ def _units(work: Work, bounds: Tensor, share: int) -> tuple[Tensor, Tensor, Tens
     closes[:-1] = opens[1:]
     total = torch.zeros(int(opens.sum()), dtype=torch.int64)
     total.index_add_(0, opens.long().cumsum(0) - 1, areas)
-    starts = torch.cat([start[whole], rows[opens]])
+    starts = torch.cat([start[opens_whole], rows[opens]])
     starts, order = torch.sort(starts)
-    stops = torch.cat([stop[whole], rows[closes] + 1])[order]
-    return starts, stops, torch.cat([work.blocks[whole], total])[order]
+    stops = torch.cat([stop[closes_whole], rows[closes] + 1])[order]
+    return starts, stops, torch.cat([joined, total])[order]
+
+
+def _follows(areas: Tensor, whole: Tensor, bounds: Tensor, size: int, tokens: int) -> Tensor:
+    """Bool [n] Blocks that continue the unit before them: much the same work, the same group."""
+    most = max(1, tokens // _JOINED // size)
+    found = torch.zeros_like(whole)
+    found[1:] = whole[1:] & whole[:-1] & (areas.diff().abs() * 16 <= areas[:-1])
+    found[torch.arange(0, areas.numel(), most)] = False
+    first = torch.div(bounds, size, rounding_mode="floor")
+    found[first[first < areas.numel()]] = False
+    return found
 
 
 def _coarse_blocks(areas: Tensor, share: int) -> Tensor:

@@ -1,0 +1,93 @@
+"""Packs of documents: no rank receives much more than its longest document makes it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexcp import BlockGrid, build_block_grid, masks
+from flexcp.layout import Layout, area_per_rank, balanced, dealt, rows_needed
+from flexcp.layout.work import Work
+
+LENGTH, RANKS = 1 << 17, 16
+
+
+def pack(seed: int) -> list[int]:
+    """Documents whose lengths spread over four powers of ten: most short, a few very long."""
+    draw = random.Random(seed)
+    lengths, left = [], LENGTH
+    while left:
+        lengths.append(min(left, int(10 ** draw.triangular(1, 5, 2.6))))
+        left -= lengths[-1]
+    draw.shuffle(lengths)
+    return lengths
+
+
+def grid_of(lengths: list[int], *, causal: bool) -> BlockGrid:
+    mask = masks.document(lengths=lengths)
+    return build_block_grid(mask & masks.causal() if causal else mask, sum(lengths))
+
+
+def received(grid: BlockGrid, layout: Layout) -> int:
+    return int(rows_needed([grid], layout).counts(layout.ranks).max())
+
+
+def imbalance(grid: BlockGrid, layout: Layout) -> float:
+    areas = area_per_rank([grid], layout).double()
+    return float(areas.max() / areas.mean())
+
+
+def fixed_chunks(grid: BlockGrid, ranks: int) -> Layout:
+    """Chunks of an eighth of a rank's tokens, the dearest first, each to the least loaded rank."""
+    areas = Work.of([grid]).blocks
+    chunk = max(1, areas.numel() // ranks // 8)
+    return dealt(areas, grid.q_len, ranks, block_size=grid.block_size[0], chunk=chunk)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_more_is_received_than_with_fixed_chunks(seed, causal):
+    grid = grid_of(pack(seed), causal=causal)
+    layout = balanced([grid], RANKS)
+    assert imbalance(grid, layout) <= 1.02
+    assert received(grid, layout) <= received(grid, fixed_chunks(grid, RANKS))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_receives_no_more_than_its_longest_document_and_a_share_besides(seed):
+    lengths = pack(seed)
+    grid = grid_of(lengths, causal=True)
+    assert received(grid, balanced([grid], RANKS)) <= max(lengths) + LENGTH // RANKS
+
+
+def test_two_documents_that_end_within_one_rank_are_not_both_fetched_by_it():
+    """Dealt out in order, one rank would get the end of one and the start of the other."""
+    lengths = [50_000, 39_000] + [500] * 84 + [72]
+    grid = grid_of(lengths, causal=False)
+    layout = balanced([grid], RANKS)
+    assert imbalance(grid, layout) <= 1.02
+    assert received(grid, layout) <= max(lengths)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=30),
+    st.integers(1, 9),
+    st.sampled_from([16, 64]),
+    st.booleans(),
+)
+def test_any_pack_is_dealt_out_once_in_even_parts_and_always_the_same(
+    lengths, ranks, block, causal
+):
+    total = sum(lengths)
+    mask = masks.document(lengths=lengths)
+    grid = build_block_grid(mask & masks.causal() if causal else mask, total, block_size=block)
+    layout = balanced([grid], ranks)
+    rows = torch.cat([layout.positions(rank) for rank in range(ranks)])
+    assert torch.equal(rows.sort().values, torch.arange(total))
+    assert int(layout.counts.max()) - int(layout.counts.min()) <= block
+    assert balanced([grid], ranks).fingerprint() == layout.fingerprint()
