@@ -19,9 +19,12 @@ def example():
     return runpy.run_path(str(EXAMPLE))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+SCHEDULES = ("pytorch", "auto", "exchange", "ring", "allgather", "ulysses")
+
+
 @pytest.mark.parametrize(
-    "schedule", ["pytorch", "auto", "exchange", "ring", "allgather", "ulysses"]
+    ("schedule", "ranks"),
+    [*((s, n) for s in SCHEDULES for n in (2, 3)), ("hybrid", (2, 2))],
 )
 def test_every_schedule_equals_one_process(example, schedule, ranks):
     options = argparse.Namespace(
@@ -33,7 +36,7 @@ def test_every_schedule_equals_one_process(example, schedule, ranks):
 
         return example["compare"](mesh, options, torch.device("cpu"))
 
-    assert spawn(rank, ranks) == [True] * ranks
+    assert all(spawn(rank, ranks))
 
 
 def test_torchrun_runs_the_example():

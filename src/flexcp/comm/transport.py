@@ -56,17 +56,23 @@ class ProcessTransport(PairwiseCollectives):
 
     @classmethod
     def of_mesh(cls, mesh: Any) -> ProcessTransport:
-        """The transport of a DeviceMesh of one or two dimensions."""
+        """The transport of a DeviceMesh of one or two dimensions, or of such a part of one.
+
+        Two dimensions of three need a group that the mesh does not have yet: it is what
+        `mesh._flatten()` makes, once, so all ranks of the larger mesh have to come here together.
+        """
         members = tuple(int(r) for r in mesh.mesh.reshape(-1).tolist())
         if mesh.ndim == 1:
             group = mesh.get_group()
         elif len(members) == dist.get_world_size():
             group = dist.group.WORLD
+        elif mesh.mesh_dim_names:
+            group = mesh._flatten().get_group()
         else:
             raise FlexCPError(
-                "a mesh of one dimension, or one of two that holds every process",
+                "a mesh whose dimensions have names, since it does not hold every process",
                 f"a mesh of shape {tuple(mesh.shape)} over ranks {members}",
-                "pass a 1-D mesh, such as mesh['cp']",
+                "make it with init_device_mesh(..., mesh_dim_names=...), and pass a part of it",
             )
         return cls(group, members, members.index(dist.get_rank()))
 

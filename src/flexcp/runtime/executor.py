@@ -7,7 +7,7 @@ run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +53,7 @@ def run_forward(
     label: str,
 ) -> tuple[Tensor, Tensor, Kept]:
     """(out, lse) of the rank's queries over all keys, in the accumulation type."""
-    dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    total: tuple[Tensor, Tensor] | None = None
     rows = _Rows.of(k, v, program)
     flow = _Flow(program, transport, rows, f"forward of {label}")
     for round_ in flow:
@@ -72,8 +70,19 @@ def run_forward(
                 fused=kernel.fused,
                 score_mod=kernel.score_mod(lane),
             )
-            merge_into(out[at], lse[at], found.out, found.lse)
+            if lane.b is None and total is None:
+                total = found.out, found.lse
+                continue
+            total = total or _nothing_seen(q, v)
+            merge_into(total[0][at], total[1][at], found.out, found.lse)
+    out, lse = total or _nothing_seen(q, v)
     return out, lse, Kept(flow.batches)
+
+
+def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
+    return out, torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
 
 
 def run_backward(
@@ -92,7 +101,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k, v and captured tensors, from the out and lse over all keys."""
     dtype = accumulation_dtype(q.dtype)
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    grad_q: Tensor | None = None
     mods = [mod for mod in kernel.score_mods if mod is not None]
     captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
     rows = _Rows.of(k, v, program)
@@ -117,12 +126,17 @@ def run_backward(
                 score_mod=kernel.score_mod(lane),
                 grad_lse=None if grad_lse is None else grad_lse[at],
             )
-            grad_q[at] += found.q
+            if lane.b is None and grad_q is None:
+                grad_q = found.q
+            else:
+                grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
+                grad_q[at] += found.q
             for total, part in zip(captured, found.captured, strict=True):
                 total += part
             rows.add_gradient(piece, lane, found.k, found.v)
         home.after(number, round_, piece)
     grad_k, grad_v = home.arrive()
+    grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
     return grad_q, grad_k, grad_v, captured
 
 
@@ -190,10 +204,12 @@ class _Rows:
 
     def add_gradient(self, piece: Tensor, lane: Lane, grad_k: Tensor, grad_v: Tensor) -> None:
         """Adds what a lane found to the gradient of a round's rows."""
-        both = torch.cat([grad_k, grad_v], dim=-1)
         if lane.b is None:
-            piece += both.permute(2, 0, 1, 3)
+            d = self.shape[3]
+            piece[..., :d] += grad_k.permute(2, 0, 1, 3)
+            piece[..., d:] += grad_v.permute(2, 0, 1, 3)
         else:
+            both = torch.cat([grad_k, grad_v], dim=-1)
             piece.index_add_(0, lane.keys.to(piece.device), both[0].permute(1, 0, 2))
 
     def home(self, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +246,7 @@ class _Flow:
             assert pending is not None
             came = pending.wait()
             if not self._kept:
-                self.batches.append(torch.cat(came) if came else self._rows.empty(0))
+                self.batches.append(_joined(came) if came else self._rows.empty(0))
             pending = self._start(number + 1) if number + 1 < len(rounds) else None
             yield round_
             self._forget(number)
@@ -250,7 +266,7 @@ class _Flow:
         )
 
     def _picked(self, picks: Sequence[Pick], rows: int) -> Tensor:
-        return _put(picks, self.batches, self._rows.empty(rows))
+        return _put(picks, self.batches, lambda: self._rows.empty(rows))
 
     def _forget(self, number: int) -> None:
         for batch, last in enumerate(self._program.last_use):
@@ -259,7 +275,11 @@ class _Flow:
 
 
 class _Homecoming:
-    """Gradients of other ranks' rows on their way to their owners."""
+    """Gradients of other ranks' rows on their way to their owners.
+
+    What comes for the rank's own rows is added up at once, and what has been sent is forgotten, so
+    that memory is that of a few rounds, however many ranks there are.
+    """
 
     def __init__(
         self,
@@ -273,15 +293,23 @@ class _Homecoming:
         self._dtype, self._label = dtype, label
         self._pieces: dict[int, Tensor] = {}
         self._pending: tuple[int, Pending] | None = None
+        self._total: Tensor | None = None
+        self._last_sent = {
+            pick.batch: number
+            for number, round_ in enumerate(program.rounds)
+            for message in round_.returns_out
+            for pick in message.picks
+        }
 
     def after(self, number: int, round_: Round, piece: Tensor) -> None:
         """Takes the gradient of a round's work, and sends off what the schedule says."""
         self._collect()
-        self._pieces[2 * number] = piece
+        self._take(2 * number, piece)
         shape = self._rows.own.shape[1:]
         if not (round_.returns_in or round_.returns_out):
             return
         sends = [(m.peer, self._gathered(m)) for m in round_.returns_out if m.rows]
+        self._pieces = {n: x for n, x in self._pieces.items() if self._last_sent[n] > number}
         pending = self._transport.exchange(
             sends,
             [(m.peer, (m.rows, *shape)) for m in round_.returns_in if m.rows],
@@ -295,34 +323,66 @@ class _Homecoming:
             return
         number, pending = self._pending
         came = pending.wait()
-        if came:
-            self._pieces[2 * number + 1] = torch.cat(came).to(self._dtype)
         self._pending = None
+        if came:
+            self._take(2 * number + 1, _joined(came).to(self._dtype))
+
+    def _take(self, number: int, piece: Tensor) -> None:
+        """Adds what is the rank's own, and keeps the piece if some of it is to be sent."""
+        for pick in self._program.home:
+            if pick.batch != number:
+                continue
+            if self._total is None:
+                self._total = torch.zeros_like(self._rows.own, dtype=self._dtype)
+            _add(pick, piece, self._total)
+        if number in self._last_sent:
+            self._pieces[number] = piece
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         """Gradients of the rank's own K and V."""
         self._collect()
-        total = torch.zeros_like(self._rows.own, dtype=self._dtype)
-        self._add(self._program.home, total)
-        return self._rows.home(total)
+        if self._total is None:
+            self._total = torch.zeros_like(self._rows.own, dtype=self._dtype)
+        return self._rows.home(self._total)
 
     def _gathered(self, message: Message) -> Tensor:
-        total = self._rows.own.new_zeros(message.rows, *self._rows.own.shape[1:], dtype=self._dtype)
-        self._add(message.picks, total)
-        return total.to(self._rows.own.dtype)
+        own = self._rows.own
+        first = message.picks[0] if len(message.picks) == 1 else None
+        if first is not None and first.takes_all_of(self._pieces[first.batch].shape[0]):
+            return self._pieces[first.batch].to(own.dtype)
+        total = own.new_zeros(message.rows, *own.shape[1:], dtype=self._dtype)
+        for pick in message.picks:
+            _add(pick, self._pieces[pick.batch], total)
+        return total.to(own.dtype)
 
-    def _add(self, picks: Sequence[Pick], total: Tensor) -> None:
-        for pick in picks:
-            part = self._pieces[pick.batch].index_select(0, pick.source.to(total.device))
-            total.index_add_(0, pick.place.to(total.device), part)
+
+def _add(pick: Pick, piece: Tensor, total: Tensor) -> None:
+    if pick.takes_all_of(piece.shape[0]) and pick.takes_all_of(total.shape[0]):
+        total += piece
+        return
+    part = piece.index_select(0, pick.source.to(total.device))
+    total.index_add_(0, pick.place.to(total.device), part)
 
 
-def _put(picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Tensor) -> Tensor:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of all rows; the part itself if there is one only."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _put(
+    picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Callable[[], Tensor]
+) -> Tensor:
+    """The picked rows; nothing is copied if they are a whole batch as it is."""
+    if len(picks) == 1 and picks[0].in_order:
+        batch = batches[picks[0].batch]
+        assert batch is not None, "a batch was dropped before its last use"
+        if picks[0].takes_all_of(batch.shape[0]):
+            return batch
+        return batch.index_select(0, picks[0].source.to(batch.device))
+    found = into()
     for pick in picks:
         batch = batches[pick.batch]
         assert batch is not None, "a batch was dropped before its last use"
-        part = batch.index_select(0, pick.source.to(into.device))
-        if len(picks) == 1 and pick.in_order:  # all rows, where they should be already
-            return part
-        into.index_copy_(0, pick.place.to(into.device), part)
-    return into
+        part = batch.index_select(0, pick.source.to(found.device))
+        found.index_copy_(0, pick.place.to(found.device), part)
+    return found

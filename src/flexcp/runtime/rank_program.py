@@ -41,6 +41,16 @@ class Pick:
         """Whether they go one after the other."""
         return bool((self.place.diff() == 1).all())
 
+    @cached_property
+    def _as_it_is(self) -> bool:
+        """Whether these are the first rows, in the same order, at the first places."""
+        order = torch.arange(self.source.numel())
+        return torch.equal(self.source, order) and torch.equal(self.place, order)
+
+    def takes_all_of(self, rows: int) -> bool:
+        """Whether these are all of so many rows, as they are."""
+        return self._as_it_is and self.source.numel() == rows
+
 
 @dataclass(frozen=True, eq=False)
 class Message:

@@ -1,0 +1,68 @@
+"""PyTorch's own ring attention on CPU: its templates, called with the fused CPU ops.
+
+PyTorch's context parallelism refuses CPU tensors, but the loops underneath it take any attention
+op. Two thin functions adapt the CPU ops: the templates pass everything by keyword, and expect a
+contiguous logsumexp. Nothing else is changed: rotation, load balancing (head-tail, for causal) and
+merging are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+
+ROTATIONS = ("alltoall", "allgather")
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, is_causal)
+    return out, lse.contiguous()
+
+
+def _backward(
+    *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+    logsumexp: Tensor, is_causal: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: tuple[Tensor, ...] = op(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
+    return found
+
+
+def ring_attention(
+    rotation: str, *, causal: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """(q, k, v, gradient of the output) of this rank -> (output, dq, dk, dv)."""
+    group = dist.group.WORLD
+
+    def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        options: Any = torchs._cp_options
+        before = options.enable_load_balance, options.rotate_method
+        torchs.set_rotate_method(rotation)
+        options.enable_load_balance = causal
+        try:
+            out, lse = torchs._templated_ring_attention(
+                group, 2, _forward, q, k, v, is_causal=causal
+            )
+            grads = torchs._templated_ring_attention_backward(
+                group, 2, _backward, grad, "grad_out", q, k, v, out, lse, is_causal=causal
+            )
+        finally:
+            options.enable_load_balance, options.rotate_method = before
+        return out, *grads[:3]
+
+    return run
+
+
+def bytes_received(ranks: int, kv_bytes: int) -> int:
+    """What a rank receives, by PyTorch's code and with either rotation.
+
+    In each pass K and V of every other rank, and as many gradients as there are ranks: they go all
+    the way round.
+    """
+    return 2 * (ranks - 1) * kv_bytes + ranks * kv_bytes
