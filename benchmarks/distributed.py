@@ -2,10 +2,11 @@
 
 Ranks are gloo processes with one thread each. For every mask, length and number of ranks, all
 schedules and PyTorch's ring with both rotations run in the same processes, in turn; a time is that
-of the slowest rank, the best of several turns. PyTorch's ring is causal beside documents and windows
-too: that is the nearest that it can do. One process with one thread runs flexcp's kernel on the whole sequence. All results are
-compared with that one's before anything is timed. Memory is measured apart, in fresh processes
-that do nothing else: growth of the resident set, and of torch's own allocations.
+of the slowest rank, the best of several turns. Beside documents and windows, PyTorch's ring is
+causal: that is the nearest that it can do. One process with one thread runs flexcp's kernel on the
+whole sequence, and all results are compared with its own before anything is timed. Memory is
+measured apart, in fresh processes that do nothing else: growth of the resident set, and the most
+that torch's tensors take.
 
 python benchmarks/distributed.py [--out out/benchmarks] [--quick] [--ranks 2 4] [--lengths 8192 ...]
 """
