@@ -10,6 +10,7 @@ from flexcp.cli.bench import bench
 from flexcp.cli.plan import plan
 from flexcp.cli.show import show
 from flexcp.cli.train import train
+from flexcp.cli.verify import verify
 
 app = typer.Typer(
     add_completion=False,
@@ -44,3 +45,4 @@ app.command("plan")(plan)
 app.command("show")(show)
 app.command("train")(train)
 app.command("bench")(bench)
+app.command("verify")(verify)

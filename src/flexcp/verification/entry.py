@@ -12,9 +12,10 @@ from torch import Tensor
 from flexcp.comm.simulated import RankError
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
-from flexcp.masks import Mask, MaskMod, ids_from_lengths
+from flexcp.masks import Mask, MaskMod, causal, document, ids_from_lengths
 from flexcp.verification.evidence import Convention, Evidence, Probe
 from flexcp.verification.gradients import check_gradients
+from flexcp.verification.hf import Transformers, is_transformers, with_documents
 from flexcp.verification.models import build_model, name_of, random_batch, require_batch
 from flexcp.verification.observe import Observation
 from flexcp.verification.plain import Plain
@@ -66,7 +67,7 @@ def verify(
     losses: Convention | None = None,
     seq_len: int = 97,
     batch_size: int = 1,
-    dtype: torch.dtype | None = torch.float64,
+    dtype: torch.dtype | Literal["auto"] | None = "auto",
     layout: str | Layout = "auto",
     schedule: str = "auto",
     seed: int = 0,
@@ -80,8 +81,10 @@ def verify(
     to cooperate.
 
     Args:
-        model: A function without arguments that builds the model, or a model. Small is enough:
-            mistakes don't depend on size.
+        model: A function without arguments that builds the model, or its name as
+            "package.module:function"; a model; or, for Transformers, a model type such as "qwen3"
+            (then a tiny random model is made), a configuration, or a folder with one. Small is
+            enough: mistakes don't depend on size.
         batch: The whole batch, by name; random tokens and labels by default.
         parallel: Your code for one rank: (model, whole batch, mesh) -> loss, or (loss, ...), or
             something with `.loss`. It may run the backward pass itself. By default, what flexcp
@@ -92,7 +95,7 @@ def verify(
             checked against the mask; without, against one process. For a plain model without
             `parallel`, it is also the mask that attention gets.
         documents: Ids [S] or [B, S], or lengths, of packed documents, for a model without
-            `parallel`.
+            `parallel`; attention is causal within each, unless a mask says otherwise.
         restart_positions: Whether positions count from 0 in each document, likewise.
         world_size: How many ranks.
         ranks: "simulated" ranks take turns in this process; "gloo" ranks are processes, as code
@@ -102,8 +105,8 @@ def verify(
         losses: What makes the ranks' losses the loss of one process; as `gradients` by default.
         seq_len: Tokens of the random batch.
         batch_size: Sequences of the random batch.
-        dtype: The type to convert the model to; None leaves it. In float64 nothing hides in
-            rounding.
+        dtype: The type to convert the model to; None leaves it. "auto" is float64, where nothing
+            hides in rounding, but float32 for Transformers, whose models go through it anyway.
         layout: For a model without `parallel`, as in `make_plan`.
         schedule: Likewise.
         seed: For weights, tokens, and whatever is random in a step.
@@ -124,9 +127,7 @@ def verify(
     """
     _require(world_size, ranks, gradients, losses)
     built = build_model(model, dtype, seed)
-    whole = (
-        random_batch(built, (batch_size, seq_len), seed) if batch is None else require_batch(batch)
-    )
+    whole = _batch(built, batch, documents, (batch_size, seq_len), seed)
     name = tokens_name(whole)
     tokens: Tensor = whole[name]
     ids = None if documents is None else _document_ids(documents, tokens)
@@ -135,13 +136,23 @@ def verify(
             "parallel= beside single=", "single= alone", "pass the step of a rank as well"
         )
     plain: Plain | None = None
-    if parallel is None:
+    if parallel is None and is_transformers(built):
+        if gradients == "reduced":
+            gradients = "summed"
+        hf = Transformers(layout, schedule, gradients)
+        single, parallel = hf.single, hf.parallel
+        if ids is not None:
+            whole = with_documents(whole, tokens, ids)
+        mask = hf.masks(built, whole, tokens, ids) if mask is None else mask
+    elif parallel is None:
         if isinstance(mask, Mapping):
             raise FlexCPError(
                 "one mask, for a plain model without parallel=",
                 f"{len(mask)} of them",
                 "pass parallel=, where each layer names its mask",
             )
+        if mask is None and ids is not None:
+            mask = causal() & document(ids)
         plain = Plain(mask, name, ids, restart_positions, layout, schedule, gradients)
         single = plain.single
     title = (
@@ -216,7 +227,7 @@ def _gather(
             tokens.shape[1],
             batch=tokens.shape[0],
             heads=calls[0].q.shape[1] if calls and calls[0].q.dim() == 4 else 1,
-            layers=len(calls) or tokens.shape[1],
+            layers=len(calls) or _layers(bench.model) or tokens.shape[1],
         )
     together = bench.together(jobs)
     last = 2 + numbering.digits
@@ -238,8 +249,21 @@ def _gather(
         reach=reach,
         gradients=gradients,
         losses=losses,
+        is_padding=_padding(batch, tokens),
     )
     return _probed(evidence, bench, batch, name, numbering.base)
+
+
+def _layers(model: Any) -> int:
+    config = getattr(model, "config", None)
+    return int(getattr(config, "num_hidden_layers", 0) or 0)
+
+
+def _padding(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    given = batch.get("attention_mask")
+    if isinstance(given, Tensor) and given.shape == tokens.shape:
+        return given.flatten() == 0
+    return torch.zeros(tokens.numel(), dtype=torch.bool)
 
 
 def _places(
@@ -257,7 +281,9 @@ def _probed(
     before_ranks = evidence.gathered([one.logits for one in evidence.together])
     if before is None or before_ranks is None:
         return evidence
-    places = choose_places(evidence.tokens, evidence.owners(), evidence.reach, _PROBES)
+    places = choose_places(
+        evidence.tokens, evidence.owners(), evidence.reach, _PROBES, evidence.is_padding
+    )
     jobs = [Job(perturbed(batch, name, place, base), "logits") for place in places]
     probes = []
     for place, alone, together in zip(places, bench.alone(jobs), bench.together(jobs), strict=True):
@@ -288,6 +314,23 @@ def _did_not_run(error: RankError, ranks: str) -> Check:
 
 def _missing(*_: Any) -> Any:
     raise AssertionError("the plain step is known only after one process has run")
+
+
+def _batch(
+    model: Any,
+    batch: Mapping[str, Any] | None,
+    documents: Tensor | Sequence[int] | None,
+    shape: tuple[int, int],
+    seed: int,
+) -> dict[str, Any]:
+    """The batch that was given, or a random one, as long as the documents are."""
+    if batch is not None:
+        return require_batch(batch)
+    if isinstance(documents, Tensor) and documents.is_floating_point() is False:
+        shape = (shape[0], documents.shape[-1])
+    elif documents is not None:
+        shape = (shape[0], int(ids_from_lengths(documents).shape[-1]))
+    return random_batch(model, shape, seed)
 
 
 def _document_ids(documents: Tensor | Sequence[int], tokens: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ class Evidence:
     """What happens to the ranks' gradients after the step."""
     losses: Convention
     """What the ranks' losses add up to."""
+    is_padding: Tensor
+    """bool [B * S] Tokens that are none: nobody may see them, and what they compute is nobody's."""
 
     @property
     def size(self) -> int:
@@ -76,17 +78,33 @@ class Evidence:
         return self.tokens.shape[1]
 
     @property
+    def coarsest(self) -> torch.dtype:
+        """The least precise type that logits went through: many models normalise in float32."""
+        runs = [self.alone, *self.together]
+        types = [one.coarsest for one in runs] + [
+            x.dtype for one in runs if (x := one.logits) is not None
+        ]
+        return max((t for t in types if t is not None), key=_eps, default=self._loss.dtype)
+
+    @property
     def precision(self) -> float:
         """The allowed error of logits and of what comes before them."""
-        found = [self.alone.logits, *(c.out for c in self.alone.calls), self.alone.loss]
-        return max(tolerance(x.dtype) for x in found[:1] + found[1:] if x is not None)
+        return tolerance(self.coarsest)
 
     @property
     def loss_precision(self) -> float:
         """The allowed error of the loss and of gradients: many models take the loss in float32."""
-        loss = self.alone.loss
-        assert loss is not None
-        return max(self.precision, tolerance(loss.dtype))
+        return tolerance(max(self.coarsest, self._loss.dtype, key=_eps))
+
+    @property
+    def noise(self) -> float:
+        """A change of logits that rounding alone may bring about."""
+        return 64 * _eps(self.coarsest)
+
+    @property
+    def _loss(self) -> Tensor:
+        assert self.alone.loss is not None
+        return self.alone.loss
 
     def name(self, place: int) -> str:
         """A token, for a person.
@@ -134,6 +152,10 @@ class Evidence:
                 return None
             whole = part if whole is None else torch.where(part.isnan(), whole, part)
         return whole
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def not_observed(name: str, why: str) -> Check:

@@ -2,26 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from flexcp.errors import FlexCPError
+from flexcp.verification.hf import from_transformers, is_transformers
 
 
-def build_model(model: Any, dtype: torch.dtype | None, seed: int) -> nn.Module:
-    """The model of a factory, or a model itself, in the type to verify in."""
+def build_model(model: Any, dtype: torch.dtype | Literal["auto"] | None, seed: int) -> nn.Module:
+    """The model that was named, made or described, in the type to verify in."""
     torch.manual_seed(seed)
-    built = model if isinstance(model, nn.Module) else model()
+    if isinstance(model, str) and ":" in model:
+        model = imported(model)
+    if isinstance(model, nn.Module):
+        built: Any = deepcopy(model)
+    elif isinstance(model, (str, Path)) or hasattr(model, "model_type"):
+        built = from_transformers(model)
+    elif callable(model):
+        built = model()
+    else:
+        raise FlexCPError(
+            "a model, a function that builds one, or a name",
+            f"{model!r} of type {type(model).__name__}",
+            'pass such as my_package.models:make_tiny, "llama", or a function',
+        )
     if not isinstance(built, nn.Module):
         raise FlexCPError(
             "a factory that returns an nn.Module",
             f"{type(built).__name__}",
             "pass a function without arguments that builds the model",
         )
+    if dtype == "auto":
+        dtype = torch.float32 if is_transformers(built) else torch.float64
     return built if dtype is None else built.to(dtype)
+
+
+def imported(name: str) -> Any:
+    """What "package.module:attribute" stands for.
+
+    >>> imported("torch.nn:Linear")
+    <class 'torch.nn.modules.linear.Linear'>
+    """
+    module, _, path = name.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: modules of this folder count
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise FlexCPError(
+            "a module that Python can import",
+            repr(module),
+            "run from the folder that it is in, or install its package",
+        ) from None
+    for part in path.split("."):
+        if not hasattr(found, part):
+            public = [x for x in vars(found) if not x.startswith("_")]
+            raise FlexCPError(
+                f"a name in {module}", repr(part), f"it has {', '.join(public[:8]) or 'none'}"
+            )
+        found = getattr(found, part)
+    return found
 
 
 def random_batch(model: nn.Module, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
@@ -65,9 +115,8 @@ def name_of(model: Any) -> str:
     """
     if isinstance(model, str):
         return model
-    if isinstance(model, (Callable, type)) and hasattr(model, "__name__"):  # type: ignore[arg-type]
-        return str(model.__name__)
-    return type(model).__name__
+    given = getattr(model, "__name__", "")
+    return given if given and given != "<lambda>" else type(model).__name__
 
 
 def require_batch(batch: Any) -> dict[str, Any]:

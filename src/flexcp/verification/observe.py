@@ -21,7 +21,10 @@ from flexcp.errors import FlexCPError
 from flexcp.runtime import attention, flex_attention
 
 _SDPA = torch._C._nn.scaled_dot_product_attention
-_WATCHED = frozenset({_SDPA, attention, flex_attention, functional.embedding, torch.arange})
+_CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as)
+_WATCHED = frozenset(
+    {_SDPA, attention, flex_attention, functional.embedding, torch.arange, *_CASTS}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,8 @@ class Observation:
     """Lengths that `torch.arange` was called with inside of the model."""
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     """By parameter."""
+    coarsest: torch.dtype | None = None
+    """The least precise type that numbers were converted to on their way, if they were."""
 
 
 def observe(
@@ -159,9 +164,19 @@ class _Watch(TorchFunctionMode):
             self.embeddings += 1
         elif func is torch.arange:
             self.seen.counted.append(result.shape[0])
+        elif func in _CASTS:
+            self._cast(args[0].dtype, result.dtype)
         else:
             self.seen.calls.append(_call(func, args, kwargs, result))
         return result
+
+    def _cast(self, before: torch.dtype, after: torch.dtype) -> None:
+        if not (before.is_floating_point and after.is_floating_point):
+            return
+        coarsest = self.seen.coarsest
+        seen = torch.finfo(before if coarsest is None else coarsest).eps
+        if torch.finfo(after).eps > seen:
+            self.seen.coarsest = after
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttentionCall:

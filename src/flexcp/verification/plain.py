@@ -9,14 +9,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flexcp.errors import FlexCPError
+from flexcp.integrations.context_parallel import ContextParallel
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, causal, full
 from flexcp.plan import Plan
-from flexcp.runtime import attention, cross_entropy, flex_attention, make_plan, shard_batch
+from flexcp.runtime import cross_entropy, flex_attention, make_plan, shard_batch
 from flexcp.verification.observe import _SDPA, AttentionCall, _logits
 
 _TOKENS = ("input_ids", "tokens", "inputs", "input", "ids", "idx", "x")
@@ -62,9 +64,11 @@ class Plain:
             labels[padding == 0] = -100
         with _Attend(self.mask):
             logits = logits_of(model, tokens, places)
-        flat = logits[:, :-1].flatten(0, 1)
-        flat = flat if flat.dtype == torch.float64 else flat.float()
-        return functional.cross_entropy(flat, labels[:, 1:].flatten())
+            flat = logits[:, :-1].flatten(0, 1)
+            flat = flat if flat.dtype == torch.float64 else flat.float()
+            loss = functional.cross_entropy(flat, labels[:, 1:].flatten())
+            loss.backward()  # here, so that layers that are computed again are under the mask
+        return loss
 
     def parallel(self, model: nn.Module, batch: Mapping[str, Any], mesh: Any, like: Any) -> Tensor:
         """The loss of a rank's tokens; `like` is a call of attention in one process."""
@@ -90,8 +94,8 @@ class Plain:
             documents=self.documents,
             restart_positions=self.restart_positions,
         )
-        with _Attend(self.mask, plan):
-            logits = logits_of(model, local[self.tokens], local["position_ids"])
+        parallelize_module(model, mesh, ContextParallel(plan))
+        logits = logits_of(model, local[self.tokens], local["position_ids"])
         return cross_entropy(
             logits,
             local["labels"],
@@ -125,7 +129,8 @@ def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
     >>> logits_of(Tiny(), torch.tensor([[7]]), torch.tensor([[3]]))
     tensor([[[7., 3.]]])
     """
-    names = list(inspect.signature(model.forward).parameters)
+    # of the class: a parallel style may have put a wrapper around the instance's own
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
     first = next((n for n in names if n in _TOKENS), names[0] if names else "")
     place = next((n for n in names if n in _POSITIONS), None)
     given = {first: tokens} if place is None else {first: tokens, place: positions}
@@ -141,49 +146,40 @@ def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 class _Attend(TorchFunctionMode):
-    """Attention under a mask: within one process, or over a plan."""
+    """Attention under a mask within one process, by the oracle: nothing that the ranks run."""
 
-    def __init__(self, mask: Mask | MaskMod | None, plan: Any = None) -> None:
+    def __init__(self, mask: Mask | MaskMod | None) -> None:
         super().__init__()
-        self.mask, self.plan = mask, plan
+        self.mask = mask
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in (_SDPA, flex_attention) or (self.plan is None and self.mask is None):
+        if func not in (_SDPA, flex_attention) or self.mask is None:
             return func(*args, **kwargs)
         names = list(inspect.signature(_sdpa if func is _SDPA else flex_attention).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        q, k, v = given["query"], given["key"], given["value"]
-        _refuse(given, by_rule=self.mask is not None)
+        if given.get("dropout_p"):
+            raise FlexCPError(
+                "attention without dropout, since dropped pairs would differ on the ranks",
+                f"dropout_p={given['dropout_p']}",
+                "set it to 0, or call model.eval() in the factory",
+            )
         options: dict[str, Any] = {n: given.get(n) for n in ("scale", "sinks", "score_mod")}
-        if self.plan is not None:
-            return attention(q, k, v, self.plan, **options)
-        options["block_mask"] = self.mask
-        # the oracle: dense, and nothing that the ranks run
         return flex_attention(
-            q, k, v, enable_gqa=True, kernel_options={"kernel": "reference"}, **options
+            given["query"],
+            given["key"],
+            given["value"],
+            block_mask=self.mask,
+            enable_gqa=True,
+            kernel_options={"kernel": "reference"},
+            **options,
         )
 
 
 def _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):  # type: ignore[no-untyped-def]
     """The names of its arguments: the function itself is not written in Python."""
-
-
-def _refuse(given: Mapping[str, Any], by_rule: bool) -> None:
-    if given.get("dropout_p"):
-        raise FlexCPError(
-            "attention without dropout, since dropped pairs would differ from those of one process",
-            f"dropout_p={given['dropout_p']}",
-            "set it to 0, or call model.eval() in the factory",
-        )
-    if given.get("attn_mask") is not None and not by_rule:
-        raise FlexCPError(
-            "a mask as a rule, since a dense one can't be sharded",
-            "an attn_mask",
-            "pass mask= with a Mask or mask_mod of global positions",
-        )
 
 
 def _restarted(ids: Tensor) -> Tensor:

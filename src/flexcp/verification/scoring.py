@@ -31,6 +31,19 @@ def check_labels(evidence: Evidence) -> Check:
     right, label = whole.argmin(1), mine.argmin(1)
     wrong = (scored != found) | (scored & found & (right != label))
     if not bool(wrong.any()):
+        arbitrary = _scored_padding(evidence, scored)
+        if arbitrary.numel():
+            return Check(
+                "labels",
+                "failed",
+                f"{arbitrary.numel()} tokens of padding are scored",
+                float(arbitrary.numel()),
+                0,
+                evidence.at(int(arbitrary[0])),
+                "padding is scored, but sees nothing, so that what it computes is arbitrary: with "
+                "padding on the left, the first token is predicted from padding",
+                "set the labels of padding and of the first token after it to -100",
+            )
         text = f"{int(scored.sum())} tokens scored against the same labels"
         return Check("labels", "passed", text, 0, 0)
     place = int(wrong.nonzero()[0])
@@ -52,6 +65,17 @@ def check_labels(evidence: Evidence) -> Check:
         _label_cause(evidence, wrong, found, label, scored),
         _FIX,
     )
+
+
+def _scored_padding(evidence: Evidence, scored: Tensor) -> Tensor:
+    """int64 [n] Places of padding that have a label, and other logits than in one process."""
+    whole = evidence.by_place(evidence.alone.logits, evidence.places_alone)
+    mine = evidence.gathered([one.logits for one in evidence.together])
+    if whole is None or mine is None:
+        return torch.zeros(0, dtype=torch.int64)
+    scale = whole.nan_to_num().abs().max()
+    differs = (whole - mine).abs().nan_to_num().amax(1) > evidence.precision * scale
+    return (scored & evidence.is_padding & differs).nonzero().flatten()
 
 
 def _label_cause(

@@ -11,11 +11,13 @@ from flexcp.verification.evidence import Evidence, Probe, not_observed
 from flexcp.verification.reach import Reach
 from flexcp.verification.verdict import Check
 
-_CLEARLY = 100.0
+_CLEARLY = 10.0
 """An influence counts as one if it is so many times larger than what rounding explains."""
 
 
-def choose_places(tokens: Tensor, owners: Tensor, reach: Reach | None, count: int) -> list[int]:
+def choose_places(
+    tokens: Tensor, owners: Tensor, reach: Reach | None, count: int, is_padding: Tensor
+) -> list[int]:
     """Tokens to change: the first, and those before borders of ranks and of documents.
 
     Args:
@@ -23,13 +25,14 @@ def choose_places(tokens: Tensor, owners: Tensor, reach: Reach | None, count: in
         owners: int64 [B * S] The rank of each token.
         reach: What the mask allows, if it is known.
         count: How many.
+        is_padding: bool [B * S] What is no token.
 
     >>> owners = torch.tensor([0, 0, 0, 1, 1, 1])
-    >>> choose_places(torch.zeros(1, 6), owners, None, 3)
+    >>> choose_places(torch.zeros(1, 6), owners, None, 3, torch.zeros(6).bool())
     [0, 2, 3]
     """
     seq_len = tokens.shape[1]
-    wanted = [0]
+    wanted = (~is_padding).nonzero().flatten().tolist()[:1]
     last = torch.arange(tokens.numel()) % seq_len == seq_len - 1
     change = torch.zeros(tokens.numel(), dtype=torch.bool)
     change[:-1] = owners[1:] != owners[:-1]
@@ -41,7 +44,7 @@ def choose_places(tokens: Tensor, owners: Tensor, reach: Reach | None, count: in
         wanted += (apart & ~last).nonzero().flatten().tolist()[:2]
         wanted += _least_seen(reach, tokens.numel(), seq_len)
     wanted += [seq_len // 3, tokens.numel() - seq_len // 2 - 1, seq_len // 2]
-    return [p for p in dict.fromkeys(wanted) if owners[p] >= 0][:count]
+    return [p for p in dict.fromkeys(wanted) if owners[p] >= 0 and not is_padding[p]][:count]
 
 
 def _least_seen(reach: Reach, total: int, seq_len: int) -> list[int]:
@@ -57,11 +60,11 @@ def check_reach(evidence: Evidence) -> Check:
     """Whoever sees a token in one process sees it on the ranks."""
     if not evidence.probes:
         return not_observed("reach", "the logits of single tokens were not seen")
-    noise = evidence.precision
+    noise = evidence.noise
     owners = evidence.owners()
     crossed = 0
     for probe in evidence.probes:
-        expected = probe.alone > _CLEARLY * noise
+        expected = (probe.alone > _CLEARLY * noise) & ~evidence.is_padding
         missed = expected & (probe.together <= noise)
         home = owners == owners[probe.place]
         crossed += int((expected & ~home).sum())
@@ -97,16 +100,16 @@ def check_leakage(evidence: Evidence) -> Check:
     """Nobody sees a token who may not."""
     if not evidence.probes:
         return not_observed("leakage", "the logits of single tokens were not seen")
-    noise = evidence.precision
+    noise = evidence.noise
     hidden = 0
     for probe in evidence.probes:
         allowed = probe.alone > noise
         if evidence.reach is not None:
             allowed = evidence.reach.from_place(probe.place)
-            leaked = ~allowed & (probe.alone > noise)
+            leaked = ~allowed & (probe.alone > noise) & ~evidence.is_padding
             if bool(leaked.any()):
                 return _leak(evidence, probe, leaked, "in one process already")
-        leaked = ~allowed & (probe.together > noise)
+        leaked = ~allowed & (probe.together > noise) & ~evidence.is_padding
         if bool(leaked.any()):
             return _leak(evidence, probe, leaked, "on the ranks")
         hidden += int((~allowed).sum())
@@ -129,8 +132,13 @@ def _leak(evidence: Evidence, probe: Probe, leaked: Tensor, who: str) -> Check:
             cause += ", or made from a shard's own positions"
     else:
         kind, cause = "hidden tokens", "a limit of the mask (window, chunk) is dropped"
+    fix = (
+        "give the mask of the whole sequence to flexcp.make_plan, as masks.causal() & "
+        "masks.document(...), and attend with flexcp.attention over that plan"
+    )
     if who != "on the ranks":
         cause += ", also without sharding: the model does not apply the mask that was given"
+        fix = "pass the mask that the model is to apply, or make the model apply this one"
     where = f"the token at {evidence.at(place)} was changed; {evidence.at(first)}, noticed"
     return Check(
         "leakage",
@@ -140,8 +148,7 @@ def _leak(evidence: Evidence, probe: Probe, leaked: Tensor, who: str) -> Check:
         0,
         where,
         cause,
-        "give the mask of the whole sequence to flexcp.make_plan, as masks.causal() & "
-        "masks.document(...), and attend with flexcp.attention over that plan",
+        fix,
     )
 
 
@@ -153,7 +160,7 @@ def check_logits(evidence: Evidence) -> Check:
         return not_observed("logits", "the model's logits were not seen, or not one per token")
     error = (whole - mine).abs().amax(1) / whole.nan_to_num().abs().max().clamp(min=1e-300)
     missing = whole.isnan().any(1) & mine.isnan().any(1)
-    error = error.masked_fill(missing, 0).nan_to_num(nan=torch.inf)
+    error = error.masked_fill(missing | evidence.is_padding, 0).nan_to_num(nan=torch.inf)
     worst = float(error.max())
     if worst <= evidence.precision:
         found = f"{whole.shape[0]} × {whole.shape[1]} agree"
