@@ -79,7 +79,7 @@ def test_own_steps_and_batches_are_run(flexcp):
     [
         (["nowhere:make"], "a module that Python can import, got 'nowhere'"),
         (["tiny_for_verify:nothing"], "it has torch, functional, Tiny"),
-        (["lama"], "a model type of Transformers, a folder with a config.json"),
+        (["no_such_model"], "a model type of Transformers, a folder with a config.json"),
         (["tiny_for_verify:make", "--documents", "a,b"], "such as --documents 40,25,32"),
         (["tiny_for_verify:make", "--documents", "4,5", "--tokens", 11], "leave --tokens out"),
         (["tiny_for_verify:make", "--gradients", "mean"], '"summed", "averaged" or "reduced"'),
