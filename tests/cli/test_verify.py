@@ -87,3 +87,8 @@ def test_own_steps_and_batches_are_run(flexcp):
 )
 def test_requests_that_make_no_sense_end_with_2(flexcp, args, message):
     assert message in flexcp("verify", *args, code=2).err
+
+
+def test_real_ranks_are_processes(flexcp):
+    out = flexcp("verify", "tiny_for_verify:make", "--tokens", 37, "--real").out
+    assert "on 2 gloo ranks, 1 × 37 tokens: passed" in out

@@ -61,7 +61,7 @@ def verify(
     mask: Mask | MaskMod | Mapping[str, Mask | MaskMod] | None = None,
     documents: Tensor | Sequence[int] | None = None,
     restart_positions: bool = False,
-    world_size: int = 2,
+    world_size: int | tuple[int, ...] = 2,
     ranks: Literal["simulated", "gloo"] = "simulated",
     gradients: Convention = "summed",
     losses: Convention | None = None,
@@ -97,7 +97,7 @@ def verify(
         documents: Ids [S] or [B, S], or lengths, of packed documents, for a model without
             `parallel`; attention is causal within each, unless a mask says otherwise.
         restart_positions: Whether positions count from 0 in each document, likewise.
-        world_size: How many ranks.
+        world_size: How many ranks, or the shape of a mesh such as (2, 2), for a step that uses one.
         ranks: "simulated" ranks take turns in this process; "gloo" ranks are processes, as code
             that uses torch.distributed needs them.
         gradients: What the trainer does with the ranks' gradients after the step: they are
@@ -156,8 +156,8 @@ def verify(
         plain = Plain(mask, name, ids, restart_positions, layout, schedule, gradients)
         single = plain.single
     title = (
-        f"{name_of(model)} on {world_size} {ranks} ranks, {tokens.shape[0]} × {tokens.shape[1]} "
-        f"tokens"
+        f"{name_of(model)} on {_count(world_size)} {ranks} ranks, "
+        f"{tokens.shape[0]} × {tokens.shape[1]} tokens"
     )
     bench = Bench(built, single, parallel or _missing, world_size, ranks, seed, timeout)
     try:
@@ -165,7 +165,7 @@ def verify(
     except RankError as error:
         return Verdict((_did_not_run(error, ranks),), title, error)
     checks = [
-        Check("runs", "passed", f"one process and {world_size} ranks"),
+        Check("runs", "passed", f"one process and {_count(world_size)} ranks"),
         *(check(evidence) for check in _ALL),
     ]
     return Verdict(tuple(checks), title)
@@ -346,9 +346,16 @@ def _document_ids(documents: Tensor | Sequence[int], tokens: Tensor) -> Tensor:
     return ids
 
 
+def _count(world_size: int | tuple[int, ...]) -> str:
+    return str(world_size) if isinstance(world_size, int) else " × ".join(map(str, world_size))
+
+
 def _require(world_size: object, ranks: object, gradients: object, losses: object) -> None:
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise FlexCPError("at least 1 rank", repr(world_size), "pass world_size=2 or more")
+    shape = world_size if isinstance(world_size, tuple) else (world_size,)
+    if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
+        raise FlexCPError(
+            "at least 1 rank", repr(world_size), "pass world_size=2 or more, or a shape as (2, 2)"
+        )
     if ranks not in ("simulated", "gloo"):
         raise FlexCPError('ranks to be "simulated" or "gloo"', repr(ranks), "pass one of the two")
     for what, value in (("gradients", gradients), ("losses", losses or gradients)):

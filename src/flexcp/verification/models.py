@@ -42,7 +42,16 @@ def build_model(model: Any, dtype: torch.dtype | Literal["auto"] | None, seed: i
         )
     if dtype == "auto":
         dtype = torch.float32 if is_transformers(built) else torch.float64
+    _wake(built)
     return built if dtype is None else built.to(dtype)
+
+
+def _wake(model: nn.Module) -> None:
+    """Gives random values to matrices that are zero: they would hide whatever comes before them."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1 and p.is_floating_point() and not bool(p.any()):
+                p.normal_(std=0.02)
 
 
 def imported(name: str) -> Any:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flexcp.errors import FlexCPError
+from flexcp.integrations._recomputation import kept_for_recomputation
 from flexcp.integrations.context_parallel import ContextParallel
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, causal, full
@@ -62,13 +63,11 @@ class Plain:
         padding = batch.get("attention_mask")
         if padding is not None:
             labels[padding == 0] = -100
-        with _Attend(self.mask):
+        with kept_for_recomputation(lambda: _Attend(self.mask)), _Attend(self.mask):
             logits = logits_of(model, tokens, places)
-            flat = logits[:, :-1].flatten(0, 1)
-            flat = flat if flat.dtype == torch.float64 else flat.float()
-            loss = functional.cross_entropy(flat, labels[:, 1:].flatten())
-            loss.backward()  # here, so that layers that are computed again are under the mask
-        return loss
+        flat = logits[:, :-1].flatten(0, 1)
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        return functional.cross_entropy(flat, labels[:, 1:].flatten())
 
     def parallel(self, model: nn.Module, batch: Mapping[str, Any], mesh: Any, like: Any) -> Tensor:
         """The loss of a rank's tokens; `like` is a call of attention in one process."""

@@ -76,6 +76,14 @@ class Reach:
         """Bool [B * S] The tokens of the same document."""
         return self.documents == self.documents[place]
 
+    def directly_from(self, place: int) -> Tensor:
+        """Bool [B * S]: who may see the token at a place in some layer."""
+        batch, seq_len, _ = self.allowed.shape
+        b, s = divmod(place, seq_len)
+        found = torch.zeros(batch, seq_len, dtype=torch.bool)
+        found[b] = self.allowed[b, :, s]
+        return found.flatten()
+
     def from_place(self, place: int) -> Tensor:
         """Bool [B * S] What may change when the token at a place does: b * S + s."""
         batch, seq_len, _ = self.allowed.shape

@@ -40,8 +40,8 @@ class Bench:
     """What is right; None takes the ranks' own step, on one rank."""
     parallel: Parallel
     """What is put to the test."""
-    world_size: int
-    """How many ranks."""
+    world_size: int | tuple[int, ...]
+    """How many ranks, or the shape of a mesh."""
     ranks: Literal["simulated", "gloo"]
     """Ranks that take turns in this process, or processes."""
     seed: int
@@ -52,11 +52,12 @@ class Bench:
     def alone(self, jobs: Sequence[Job]) -> list[Observation]:
         """What one process does with each batch."""
         if self.single is None:
-            return [by_rank[0] for by_rank in self.together(jobs, world_size=1)]
+            one = 1 if isinstance(self.world_size, int) else (1,) * len(self.world_size)
+            return [by_rank[0] for by_rank in self.together(jobs, world_size=one)]
         return [self._one(self.single, jobs, i) for i in range(len(jobs))]
 
     def together(
-        self, jobs: Sequence[Job], *, world_size: int | None = None
+        self, jobs: Sequence[Job], *, world_size: int | tuple[int, ...] | None = None
     ) -> list[list[Observation]]:
         """What the ranks do with each batch: by job, then by rank."""
         size = self.world_size if world_size is None else world_size

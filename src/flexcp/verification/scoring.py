@@ -88,8 +88,9 @@ def _label_cause(
     # on its rank, which place follows each place: where a shift after sharding looks
     after = torch.full((total,), -1)
     for rows in evidence.places:
-        lines = rows.view(evidence.tokens.shape[0], -1) if rows.numel() else rows.view(1, 0)
-        after[lines[:, :-1].flatten().clamp(min=0)] = lines[:, 1:].flatten()
+        one, next_one = rows[:-1], rows[1:]
+        same = (one >= 0) & (one // evidence.seq_len == next_one // evidence.seq_len)
+        after[one[same]] = next_one[same]
     border = after != torch.arange(1, total + 1)
     taken = torch.where(after >= 0, tokens[after.clamp(min=0)], -1)
     if bool(border[at].all()) and bool(((label == taken) | ~found)[at].all()):

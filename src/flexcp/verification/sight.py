@@ -64,6 +64,9 @@ def check_reach(evidence: Evidence) -> Check:
     owners = evidence.owners()
     crossed = 0
     for probe in evidence.probes:
+        blind = _blind(evidence, probe)
+        if blind is not None:
+            return blind
         expected = (probe.alone > _CLEARLY * noise) & ~evidence.is_padding
         missed = expected & (probe.together <= noise)
         home = owners == owners[probe.place]
@@ -89,6 +92,33 @@ def check_reach(evidence: Evidence) -> Check:
         )
     found = f"{len(evidence.probes)} tokens changed, seen by {crossed} on other ranks"
     return Check("reach", "passed", found, 0, 0)
+
+
+def _blind(evidence: Evidence, probe: Probe) -> Check | None:
+    """Whether somebody in one process does not see what the mask shows directly, not in the least.
+
+    However small a weight is, it moves some bit of the logits; only what is hidden moves none.
+    """
+    if evidence.reach is None:
+        return None
+    direct = evidence.reach.directly_from(probe.place) & ~evidence.is_padding
+    blind = direct & (probe.alone == 0)
+    if not bool(blind.any()):
+        return None
+    first = int(blind.nonzero()[0])
+    return Check(
+        "reach",
+        "failed",
+        f"{int(blind.sum())} of {int(direct.sum())} tokens don't see one that the mask shows them, "
+        "in one process already",
+        float(blind.sum()),
+        0,
+        f"the token at {evidence.name(probe.place)} was changed; {evidence.name(first)}, did not "
+        "notice",
+        "the model applies a narrower mask than the one that was given, or its attention has no "
+        "effect: weights are zero, or too small to move a bit",
+        "pass the mask that the model applies; verify with weights that are not zero",
+    )
 
 
 def _called(evidence: Evidence) -> str:
