@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     BloomConfig,
     Gemma3TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     MambaConfig,
     OPTConfig,
@@ -274,6 +276,21 @@ def test_labels_need_a_loss_that_is_a_sum_over_tokens():
     )
 
 
+class OwnLoss(LlamaForCausalLM):
+    def forward(self, labels=None, **kwargs):
+        out = super().forward(**kwargs)
+        out.loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        return out
+
+
+def test_models_with_a_loss_of_their_own_are_refused_labels():
+    model = OwnLoss(LlamaConfig(**SIZES))
+    refused(
+        "OwnLoss, which computes its own",
+        lambda: attached(model, lambda cp: cp.shard(batch_of("plain"))),
+    )
+
+
 def test_a_decoder_without_a_head_returns_hidden_states():
     model, ids = make().model, tokens()
     hidden = attached(model, lambda cp: cp.unshard(cp.model(**cp.shard({"input_ids": ids}))[0]), 3)
@@ -299,13 +316,19 @@ def test_models_with_their_own_rule_for_positions_must_be_told_them():
     assert relative_error(loss, model(**batch).loss.detach()) < 1e-6
 
 
-def test_positions_that_scale_queries_by_local_counts_are_refused():
-    model = make("llama4")
-    for layer in model.model.layers:
-        layer.self_attn.attn_temperature_tuning = True
-        layer.self_attn.use_rope = False
-    with pytest.raises(FlexCPError, match=r"attn_temperature_tuning in model\.layers\.0"):
-        hf.attach(model, 1)
+def test_models_that_do_not_see_documents_in_positions_say_so():
+    def positions(cp):
+        cp.shard(batch_of("packed"))
+
+    def named(cp):
+        cp.shard({"input_ids": tokens(), "document_ids": torch.arange(53) // 20})
+
+    with pytest.warns(UserWarning, match="GptOssForCausalLM does not take that for documents"):
+        attached(make("gpt-oss"), positions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attached(make("gpt-oss"), named)
+        attached(make("llama"), positions)
 
 
 def test_more_ranks_than_tokens_are_refused():

@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
+from flexcp import FlexCPError
 from flexcp.integrations import transformers as hf
 from flexcp.testing import simulate, spawn
 from flexcp.testing.tolerance import relative_error
@@ -176,6 +178,26 @@ def test_averaged_gradients_are_those_of_one_process():
         return logits, loss / 3, {name: x / 3 for name, x in summed.items()}
 
     assert_same(simulate(rank, 3)[0], expected, batch)
+
+
+def test_parameters_may_be_sharded_too():
+    model, batch = make("gemma3"), batch_of("packed")
+    expected = one_process(model, batch)
+
+    def rank(mesh):
+        copied = copy.deepcopy(model)
+        for layer in copied.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(copied, mesh=mesh)
+        cp = hf.attach(copied, mesh, gradients="averaged")
+        out = copied(**cp.shard(batch))
+        out.loss.backward()
+        with pytest.raises(FlexCPError, match="leave gradients to FSDP"):
+            cp.sum_gradients()
+        whole = {name: x.full_tensor() for name, x in gradients(copied).items()}
+        return cp.unshard(out.logits).detach(), cp.sum_over_ranks(out.loss) / 2, whole
+
+    assert_same(spawn(rank, 2)[1], expected, batch)
 
 
 def test_a_given_number_of_items_is_what_the_loss_is_divided_by():

@@ -50,7 +50,9 @@ def _llama4():
         intermediate_size_mlp=48,
         num_local_experts=2,
         attention_chunk_size=16,
-        attn_temperature_tuning=False,
+        floor_scale=8,  # so that the temperature of layers without RoPE changes in this length
+        attn_scale=0.5,
+        no_rope_layers=[1, 0, 1],
         layer_types=["chunked_attention", "full_attention", "chunked_attention"],
     )
     return Llama4ForCausalLM(config)

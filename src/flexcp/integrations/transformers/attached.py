@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
@@ -101,6 +103,8 @@ class Attached:
         ids = document_ids(batch, documents, shape)
         positions = self._positions(batch, ids, shape)
         infers = infers_documents(refused.decoder_of(self.model))
+        if not infers and ids is None:
+            self._warn_of_unseen_documents(batch, shape)
         facts = TokenFacts.of(
             shape,
             batch.get("attention_mask"),
@@ -137,6 +141,12 @@ class Attached:
         """
         found = [p for p in self.model.parameters() if p.requires_grad]
         for p in found:
+            if isinstance(p, DTensor):
+                raise FlexCPError(
+                    "whole parameters on every rank",
+                    "parameters that FSDP or tensor parallelism has sharded",
+                    'leave gradients to FSDP, and attach with gradients="averaged"',
+                )
             if p.grad is None:  # such as an expert that got no token here
                 p.grad = torch.zeros_like(p)
         sum_in_place([p.grad for p in found if p.grad is not None], self.mesh)
@@ -167,6 +177,18 @@ class Attached:
                 "pass position_ids [B, S], as they are to be in one process",
             )
         return torch.arange(shape[1], device=device).expand(shape)
+
+    def _warn_of_unseen_documents(self, batch: Mapping[str, Any], shape: tuple[int, int]) -> None:
+        positions = batch.get("position_ids")
+        if positions is None or batch.get("attention_mask") is not None:
+            return
+        if find_packed_sequence_indices(positions.expand(shape)) is not None:
+            warnings.warn(
+                f"position_ids start again, but {type(self.model).__name__} does not take that for "
+                "documents in Transformers, so tokens attend across them, as in one process. Name "
+                "documents by document_ids to keep them apart.",
+                stacklevel=3,
+            )
 
     def _plan(self, facts: TokenFacts) -> tuple[Plan, dict[MaskKind, str]]:
         key = facts.key()

@@ -155,7 +155,7 @@ def attend(
         raise FlexCPError(
             "no position_bias", f"one in {layer}", "run this model without context parallelism"
         )
-    query, key, value = _autocast(query, key, value)
+    query, key, value = _autocast(_tuned(module, query, attention_mask.plan), key, value)
     score_mod = None if softcap is None else _softcapped(softcap)
     plan, name = attention_mask.plan, attention_mask.name
     if attention_mask.whole:  # nothing to exchange, so nothing to pack for the way either
@@ -175,6 +175,25 @@ def attend(
         )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _tuned(module: nn.Module, query: Tensor, plan: Plan) -> Tensor:
+    """Queries of Llama 4's layers without RoPE, scaled by global instead of local positions.
+
+    The layer has scaled them already, counting the tokens that it was given.
+    """
+    tuning: Any = module
+    if not getattr(module, "attn_temperature_tuning", False) or bool(tuning.use_rope):
+        return query
+
+    def scale(positions: Tensor) -> Tensor:
+        steps = torch.floor((positions.to(query.device).float() + 1.0) / tuning.floor_scale)
+        return torch.log1p(steps) * float(tuning.attn_scale) + 1.0
+
+    ratio = scale(plan.positions()) / scale(torch.arange(query.shape[2]))
+    ratio = ratio if ratio.dim() == 2 else ratio[None]
+    tuned: Tensor = (query * ratio[:, None, :, None]).to(query.dtype)
+    return tuned
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

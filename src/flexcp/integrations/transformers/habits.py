@@ -1,4 +1,4 @@
-"""What a decoder does by itself with positions, read from its code.
+"""What a model does by itself with positions and labels, read from its code.
 
 Transformers has no flags for this. It reads models' code itself to find out whether attention can
 be replaced; and what is concluded here about documents is checked in every forward pass.
@@ -41,5 +41,16 @@ def infers_documents(decoder: PreTrainedModel) -> bool:
     return False
 
 
-def _source(decoder: PreTrainedModel) -> str:
-    return inspect.getsource(inspect.unwrap(type(decoder).forward))
+def tells_its_loss(model: PreTrainedModel) -> bool:
+    """Whether a model hands further keywords, such as shifted labels, to its loss function.
+
+    Some compute a loss of their own instead, as Bart does, which would shift or average again.
+    """
+    for node in ast.walk(ast.parse(textwrap.dedent(_source(model)))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
+            return any(keyword.arg is None for keyword in node.keywords)
+    return False
+
+
+def _source(model: PreTrainedModel) -> str:
+    return inspect.getsource(inspect.unwrap(type(model).forward))

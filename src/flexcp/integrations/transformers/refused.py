@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexcp.errors import FlexCPError
+from flexcp.integrations.transformers.habits import tells_its_loss
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types that are attention and nothing else."""
@@ -73,13 +74,6 @@ def check_model(model: PreTrainedModel) -> None:
             "a model that passes num_items_in_batch on to its loss",
             f"{name}, whose forward takes no further keywords",
         )
-    for part, module in model.named_modules():
-        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            raise FlexCPError(
-                "queries that are scaled by their global positions, or not at all",
-                f"attn_temperature_tuning in {part}, which counts the tokens it is given",
-                "set config.attn_temperature_tuning = False before making the model",
-            )
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -177,6 +171,13 @@ def check_labels(model: PreTrainedModel) -> None:
             "a model with a language-model head, if the batch has labels",
             type(model).__name__,
             "drop the labels, or load the model as ...ForCausalLM",
+        )
+    if not tells_its_loss(model):
+        raise FlexCPError(
+            "a model that takes its loss from Transformers' loss functions",
+            f"{type(model).__name__}, which computes its own",
+            "drop the labels from the batch, and compute the loss of this rank's logits with "
+            "flexcp.cross_entropy",
         )
     if model.loss_function is not ForCausalLMLoss:
         raise FlexCPError(
