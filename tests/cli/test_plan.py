@@ -45,7 +45,7 @@ def test_many_ranks_are_shown_as_one_character_each(flexcp):
 
 def test_numbers_are_whole_in_narrow_terminals(flexcp, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    args = ("--tokens", "64K", "--ranks", 64, "--heads", 32)
+    args = ("--tokens", "16K", "--ranks", 64, "--heads", 32)
     out = flexcp("plan", "causal & documents(800)", *args).out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80

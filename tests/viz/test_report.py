@@ -253,3 +253,18 @@ def test_figures_have_names_for_those_who_cannot_see_them(page):
     assert all(labels)
     page.run("document.getElementById('numbers').open = true")
     assert page.run("document.querySelectorAll('#table tbody tr').length") == 6
+
+
+@pytest.mark.parametrize(
+    ("mask", "tokens", "ranks"),
+    [(masks.causal(), 1, 1), (masks.causal(), 5, 8), (~masks.full(), 1000, 3)],
+)
+@needs_browser
+def test_odd_plans_have_a_page_too(tab, tmp_path, mask, tokens, ranks):
+    plan = flexcp.make_plan(mask, tokens, ranks, num_heads=2)
+    tab.errors.clear()
+    tab.open(save_report(plan, tmp_path / "odd.html"))
+    for place in ("#matrix", "#strip", "#work", "#time"):
+        tab.point(place, 0.5, 0.6)
+    assert f"on {ranks} rank" in tab.text("h1")
+    assert tab.errors == []

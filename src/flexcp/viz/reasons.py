@@ -79,6 +79,8 @@ def _about_time(plan: Plan) -> str:
 
 def _about_others(plan: Plan, others: Sequence[Strategy]) -> str:
     own = plan.stats().predicted_seconds
+    if not own:
+        return "There is nothing to compute."
     best, worst = others[0], others[-1]
     texts = []
     for one in dict.fromkeys((best, worst)):

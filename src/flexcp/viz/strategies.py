@@ -57,6 +57,10 @@ _KNOWN = (
 )
 
 
+_MOST_PIECES = 1 << 22
+"""Blocks times ranks up to which layouts that scatter single blocks are worth the wait."""
+
+
 def chosen_strategy(plan: Plan) -> Strategy:
     """The plan itself, under the name that the planner has for it."""
     name = plan.considered[0][0]
@@ -68,6 +72,9 @@ def chosen_strategy(plan: Plan) -> Strategy:
 def strategies(plan: Plan) -> list[Strategy]:
     """The plan first, then others for the same masks and machine, the cheapest first.
 
+    Layouts that scatter single blocks are left out where they would take longer to price than all
+    the rest together: from some four million blocks times ranks on.
+
     >>> import flexcp
     >>> plan = flexcp.make_plan(flexcp.masks.causal(), 8192, 4)
     >>> [s.name for s in strategies(plan)][:2]
@@ -77,8 +84,11 @@ def strategies(plan: Plan) -> list[Strategy]:
         return [chosen_strategy(plan)]
     shape = plan.shape
     others = []
+    rows = next(iter(plan.grids.values())).shape[0]
     for name, layout, schedule, about in _KNOWN:
         if layout == plan.layout.name and {schedule} == {s.name for s in plan.schedules.values()}:
+            continue
+        if layout == "ptrr" and rows * plan.ranks.size > _MOST_PIECES:
             continue
         made = make_plan(
             plan.grids,
