@@ -2,21 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from compat.cases import fails, is_close, one_process, qkvg
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
-from flexcp.comm.simulated import RankError
 from flexcp.compat.context_parallel import (
-    _context_parallel_shard,
-    _ContextParallel,
     _cp_options,
-    _disable_context_parallel_dispatcher,
-    _enable_context_parallel_dispatcher,
     _HeadTailLoadBalancer,
-    _PerDocumentHeadTailLoadBalancer,
     _RotateMethod,
     context_parallel,
     context_parallel_unshard,
@@ -24,42 +16,12 @@ from flexcp.compat.context_parallel import (
 )
 from flexcp.testing.processes import spawn
 
-TOLERANCE = 1e-10
-
-
-def _qkvg(length, batch=2, heads=4, kv_heads=2, dim=8):
-    return [
-        torch.randn(batch, h, length, dim, dtype=torch.float64)
-        for h in (heads, kv_heads, kv_heads, heads)
-    ]
-
-
-def _one_process(q, k, v, g, is_causal):
-    x = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = functional.scaled_dot_product_attention(*x, is_causal=is_causal, enable_gqa=True)
-    out.backward(g)
-    return [out.detach(), *(t.grad for t in x)]
-
-
-def _is_close(found, wanted):
-    return all(
-        a.shape == b.shape and float((a - b).abs().max()) < TOLERANCE
-        for a, b in zip(found, wanted, strict=True)
-    )
-
-
-def _fails(rank, ranks=2):
-    """The error that a rank raises."""
-    with pytest.raises(RankError) as caught:
-        spawn(rank, ranks, timeout=20)
-    return caught.value.__cause__
-
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])
 @pytest.mark.parametrize(("length", "ranks"), [(16, 2), (13, 2), (100, 3), (4, 3)])
 def test_attention_and_gradients_equal_one_process(length, ranks, method, is_causal):
-    tensors = _qkvg(length)
+    tensors = qkvg(length)
 
     def rank(mesh):
         set_rotate_method(method)
@@ -71,13 +33,13 @@ def test_attention_and_gradients_equal_one_process(length, ranks, method, is_cau
         parts = [out.detach(), *(t.grad for t in x)]
         return context_parallel_unshard(mesh, parts, [2, 2, -2, 2])
 
-    wanted = _one_process(*tensors, is_causal)
-    assert all(_is_close(found, wanted) for found in spawn(rank, ranks))
+    wanted = one_process(*tensors, is_causal)
+    assert all(is_close(found, wanted) for found in spawn(rank, ranks))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_are_those_that_pytorch_makes(ranks):
-    tensors = _qkvg(12 * ranks)
+    tensors = qkvg(12 * ranks)
 
     def rank(mesh):
         counts = {}
@@ -145,8 +107,8 @@ def test_an_exception_in_the_body_leaves_everything_as_it_was():
 
 
 def test_contexts_nest_and_keep_their_own_mesh_and_rotation():
-    tensors = _qkvg(10)
-    wanted = _one_process(*tensors, True)[0]
+    tensors = qkvg(10)
+    wanted = one_process(*tensors, True)[0]
 
     def rank(mesh):
         columns, rows = mesh["dim_1"], mesh["dim_0"]
@@ -170,7 +132,7 @@ def test_contexts_nest_and_keep_their_own_mesh_and_rotation():
         return found, methods
 
     for found, methods in spawn(_named(rank), (2, 2)):
-        assert _is_close(found, [wanted, wanted])
+        assert is_close(found, [wanted, wanted])
         assert methods == ["ALL_GATHER", "ALL_TO_ALL", "ALL_GATHER"]
 
 
@@ -201,12 +163,12 @@ def test_tensors_without_heads_and_with_more_dimensions_work():
     wanted = [
         functional.scaled_dot_product_attention(*t, is_causal=True, scale=0.3) for t in (flat, deep)
     ]
-    assert all(_is_close(found, wanted) for found in spawn(rank, 2))
+    assert all(is_close(found, wanted) for found in spawn(rank, 2))
 
 
 def test_load_balancing_can_be_switched_off():
-    tensors = _qkvg(14)
-    wanted = _one_process(*tensors, True)[0]
+    tensors = qkvg(14)
+    wanted = one_process(*tensors, True)[0]
 
     def rank(mesh):
         _cp_options.enable_load_balance = False
@@ -218,12 +180,12 @@ def test_load_balancing_can_be_switched_off():
 
     for number, (rows, found) in enumerate(spawn(rank, 2)):
         assert rows == list(range(7 * number, 7 * number + 7))
-        assert _is_close(found, [wanted])
+        assert is_close(found, [wanted])
 
 
 def test_a_context_without_buffers_takes_the_default_order():
-    tensors = _qkvg(12)
-    wanted = _one_process(*tensors, True)[0]
+    tensors = qkvg(12)
+    wanted = one_process(*tensors, True)[0]
 
     def rank(mesh):
         order = _HeadTailLoadBalancer(12, 2, "cpu")
@@ -232,11 +194,11 @@ def test_a_context_without_buffers_takes_the_default_order():
             out = functional.scaled_dot_product_attention(*x[:3], is_causal=True, enable_gqa=True)
         return context_parallel_unshard(mesh, [out], [2], order)
 
-    assert all(_is_close(found, [wanted]) for found in spawn(rank, 2))
+    assert all(is_close(found, [wanted]) for found in spawn(rank, 2))
 
 
 def test_what_attention_cannot_honour_is_an_error_that_names_it():
-    q, k, v, _ = _qkvg(8, kv_heads=4)
+    q, k, v, _ = qkvg(8, kv_heads=4)
 
     def rank(mesh):
         messages = []
@@ -255,7 +217,7 @@ def test_what_attention_cannot_honour_is_an_error_that_names_it():
 
     mask, dropout, heads, length = spawn(rank, 2)[0]
     assert "attn_mask=None" in mask
-    assert "flexcp.attention" in mask
+    assert "flexcp.make_plan" in mask
     assert "dropout_p=0.1" in dropout
     assert "enable_gqa=True" in heads
     assert "8 rows of query and 3 of key" in length
@@ -295,7 +257,7 @@ def test_a_mesh_of_two_dimensions_is_refused():
         with context_parallel(mesh):
             pass
 
-    assert "mesh of one dimension, got one of shape (2, 1)" in str(_fails(rank, (2, 1)))
+    assert "mesh of one dimension, got one of shape (2, 1)" in str(fails(rank, (2, 1)))
 
 
 def test_using_a_buffer_after_it_was_restored_in_a_gradient_is_an_error():
@@ -308,143 +270,3 @@ def test_using_a_buffer_after_it_was_restored_in_a_gradient_is_an_error():
             loss.backward()
 
     spawn(rank, 2)
-
-
-def test_unshard_restores_order_at_any_length_and_dimension():
-    lengths = [[5, 0, 8], [13]]
-    x, y = torch.randn(13), torch.randn(3, 2, 13)
-    z = torch.randn(2, 13, 3)
-
-    def rank(mesh):
-        def there_and_back(tensors, dims, balancer):
-            parts = _context_parallel_shard(mesh, tensors, dims, balancer)
-            return context_parallel_unshard(mesh, parts, dims, balancer)
-
-        head_tail = _HeadTailLoadBalancer(13, 3, "cpu")
-        documents = _PerDocumentHeadTailLoadBalancer(lengths, 3, "cpu")
-        return [
-            *there_and_back([x, y], [0, -1], None),
-            *there_and_back([x, y], [-1, 2], head_tail),
-            *there_and_back([z], [1], documents),
-        ]
-
-    for found in spawn(rank, 3):
-        assert all(torch.equal(a, b) for a, b in zip(found, [x, y, x, y, z], strict=True))
-
-
-def test_unshard_has_a_gradient():
-    weight = torch.randn(7, dtype=torch.float64)
-    x = torch.randn(7, dtype=torch.float64)
-
-    def rank(mesh):
-        full = x.clone().requires_grad_()
-        balancer = _HeadTailLoadBalancer(7, 2, "cpu")
-        (part,) = _context_parallel_shard(mesh, [full], [0], balancer)
-        (whole,) = context_parallel_unshard(mesh, [part * 2], [0], balancer)
-        (whole * weight).sum().backward()
-        return full.grad
-
-    total = sum(spawn(rank, 2))
-    assert torch.allclose(total, 2 * weight)
-
-
-def test_sharding_leaves_no_switch_behind():
-    tensors = _qkvg(8)
-    wanted = _one_process(*tensors, True)[0]
-
-    def rank(mesh):
-        _context_parallel_shard(mesh, [torch.arange(8)], [0], None)
-        untouched = _cp_options.enable_load_balance
-        x, where = [t.clone() for t in tensors[:3]], torch.arange(8)
-        with context_parallel(mesh, buffers=[*x, where], buffer_seq_dims=[2, 2, 2, 0]):
-            _context_parallel_shard(mesh, [torch.arange(8)], [0], None)
-            out = functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
-            found = context_parallel_unshard(mesh, [out], [2])
-            balanced = where.tolist()
-        return untouched, balanced, found
-
-    for untouched, balanced, found in spawn(rank, 2):
-        assert untouched
-        assert balanced in ([0, 1, 6, 7], [2, 3, 4, 5])
-        assert _is_close(found, [wanted])
-
-
-def test_unshard_with_the_wrong_shard_is_an_error():
-    def rank(mesh):
-        context_parallel_unshard(mesh, [torch.zeros(5)], [0], _HeadTailLoadBalancer(8, 2, "cpu"))
-
-    assert "4 rows along dim 0" in str(_fails(rank))
-
-    def uneven(mesh):
-        context_parallel_unshard(mesh, [torch.zeros(3 + 4 * mesh.get_rank())], [0])
-
-    assert "[5, 5] tokens by rank, got [3, 7]" in str(_fails(uneven))
-
-
-class _Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fails = False
-
-    def forward(self, query, key, value, is_causal=False):
-        if self.fails:
-            raise KeyError("in the module")
-        return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, enable_gqa=True
-        )
-
-
-@pytest.mark.parametrize("balanced", [True, False])
-def test_a_module_with_sdpa_is_parallelized(balanced):
-    tensors = _qkvg(15)
-
-    def rank(mesh):
-        original = functional.scaled_dot_product_attention
-        balancer = _HeadTailLoadBalancer(15, 3, "cpu") if balanced else None
-        parts = _context_parallel_shard(mesh, tensors, [2] * 4, balancer)
-        style = _ContextParallel(2, _ContextParallel.AttentionType.SDPA)
-        module = parallelize_module(_Attention(), mesh, style)
-        x = [t.requires_grad_() for t in parts[:3]]
-        out = module(*x, is_causal=True)
-        out.backward(parts[3])
-        module.fails = True
-        with pytest.raises(KeyError):
-            module(*x)
-        assert functional.scaled_dot_product_attention is original
-        parts = [out.detach(), *(t.grad for t in x)]
-        return context_parallel_unshard(mesh, parts, [2] * 4, balancer)
-
-    wanted = _one_process(*tensors, True)
-    assert all(_is_close(found, wanted) for found in spawn(rank, 3))
-
-
-def test_the_dispatcher_runs_dtensors_and_can_be_switched_off():
-    tensors = _qkvg(16)
-
-    def rank(mesh):
-        original = functional.scaled_dot_product_attention
-        balancer = _HeadTailLoadBalancer(16, 2, "cpu")
-        parts = _context_parallel_shard(mesh, tensors[:3], [2] * 3, balancer)
-        _enable_context_parallel_dispatcher()
-        _enable_context_parallel_dispatcher()
-        x = [DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in parts]
-        out = functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
-        plain = functional.scaled_dot_product_attention(
-            *tensors[:3], is_causal=True, enable_gqa=True
-        )
-        _disable_context_parallel_dispatcher()
-        assert isinstance(out, DTensor)
-        assert functional.scaled_dot_product_attention is original
-        return [*context_parallel_unshard(mesh, [out.to_local()], [2], balancer), plain]
-
-    wanted = _one_process(*tensors, True)[0]
-    assert all(_is_close(found, [wanted, wanted]) for found in spawn(rank, 2))
-
-
-def test_an_unknown_attention_type_is_pytorchs_error():
-    def rank(mesh):
-        parallelize_module(_Attention(), mesh, _ContextParallel(2, "flash"))
-
-    error = _fails(rank)
-    assert isinstance(error, ValueError)
-    assert "Unknown attention type: flash" in str(error)
