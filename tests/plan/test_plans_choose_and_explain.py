@@ -51,6 +51,17 @@ def test_bytes_are_counted_from_unrepeated_kv_heads_type_and_batch():
     assert stats.backward_bytes_received_per_rank == (2 * 75 * 2 * 2 * 32 * 4 * 3,) * 4
 
 
+def test_memory_is_that_of_two_rounds_unless_rows_are_kept():
+    options = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "layout": "contiguous"}
+    row = 2 * 2 * 16 * 2  # K and V of two heads, two bytes each
+    ring = make_plan(masks.full(), 800, 8, schedule="ring", **options)
+    assert ring.stats().bytes_held_per_rank == (2 * 100 * row,) * 8
+    gather = make_plan(masks.full(), 800, 8, schedule="allgather", **options)
+    assert gather.stats().bytes_held_per_rank == (700 * row,) * 8
+    assert "until the backward pass is done" in gather.explain()
+    assert "two rounds' rows at a time" in ring.explain()
+
+
 def test_ulysses_counts_queries_and_outputs():
     plan = make_plan(
         masks.full(), 64, 4, schedule="ulysses", num_heads=4, num_kv_heads=2, head_dim=8

@@ -34,6 +34,9 @@ class Stats:
     """Everything that arrives in forward: K and V, and with heads split also Q, output and lse."""
     backward_bytes_received_per_rank: tuple[int, ...]
     """Everything that arrives in backward."""
+    bytes_held_per_rank: tuple[int, ...]
+    """The memory that what others sent takes at most, for the mask that needs most of it: one
+    round's rows and the next's; or all rows, until backward is done, if the schedule keeps them."""
     received_fraction: float
     """The most rows that a rank receives for one mask, relative to what an all-gather brings."""
     predicted_seconds: float
@@ -75,6 +78,7 @@ def make_stats(
         tuple(sum(t.kv_rows for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.forward for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.backward for t in moved).tolist()),  # type: ignore[union-attr]
+        tuple(torch.stack([t.held for t in moved]).amax(0).tolist()),
         most / whole if whole else 0.0,
         sum(c.seconds for c in costs.values()),
         sum(c.forward for c in costs.values()),

@@ -28,6 +28,8 @@ def explain(plan: Plan) -> str:
         f"{stats.received_fraction:.3f} of what an all-gather brings",
         f"  bytes   {_bytes(max(stats.bytes_received_per_rank))} forward, "
         f"{_bytes(max(stats.backward_bytes_received_per_rank))} backward, at most",
+        f"  memory  {_bytes(max(stats.bytes_held_per_rank))} of what others sent is held at once, "
+        f"{_how_long(plan)}",
         "",
     ]
     for name, schedule in plan.schedules.items():
@@ -41,6 +43,12 @@ def explain(plan: Plan) -> str:
     for i, (name, seconds) in enumerate(plan.considered):
         lines.append(f"  {'->' if i == 0 else '  '} {_seconds(seconds):>10}  {name}")
     return "\n".join(lines)
+
+
+def _how_long(plan: Plan) -> str:
+    if any(schedule.keeps_kv for schedule in plan.schedules.values()):
+        return "until the backward pass is done (schedule='exchange' keeps two rounds' rows only)"
+    return "two rounds' rows at a time"
 
 
 def _schedule_text(schedule: Schedule) -> str:

@@ -21,6 +21,9 @@ class Traffic:
     """int64 [ranks] Bytes of the forward pass."""
     backward: Tensor
     """int64 [ranks] Bytes of the backward pass."""
+    held: Tensor
+    """int64 [ranks] Bytes that were received and are held at the same time, at most; between the
+    passes too if the schedule keeps them."""
 
 
 def elements_per_row(schedule: Schedule, shape: AttentionShape) -> int:
@@ -41,6 +44,7 @@ def traffic(schedule: Schedule, shape: AttentionShape) -> Traffic:
 
     kv_rows = rows(schedule.forward.moves) * kv_used
     forward = kv_rows * kv * per_row
+    held = _rows_held(schedule).repeat_interleave(inner) * kv_used * kv * per_row
     back_rows = rows(schedule.backward.moves) + rows(schedule.backward.returns)
     backward = back_rows * kv * kv_used * per_row
     if inner > 1:
@@ -53,6 +57,20 @@ def traffic(schedule: Schedule, shape: AttentionShape) -> Traffic:
         foreign_q = shape.q_bytes(shape.num_heads) - q
         foreign_kv = (int(back.sum()) - back.repeat(groups)) * shape.kv_bytes(1)
         kv_rows = kv_rows + others * kv_used
+        held = held + others * (q + kv) * per_row
         forward = forward + (others * (q + kv) + own * foreign_out) * per_row
         backward = backward + (others * q + own * (foreign_q + foreign_kv)) * per_row
-    return Traffic(kv_rows, forward, backward)
+    return Traffic(kv_rows, forward, backward, held)
+
+
+def _rows_held(schedule: Schedule) -> Tensor:
+    """int64 [groups] Rows of K and V of others that a group has at the same time, at most."""
+    groups, moves = schedule.groups.ranks, schedule.forward.moves
+    if schedule.keeps_kv:
+        return moves.received(groups)
+    rounds = schedule.forward.rounds
+    found = torch.zeros((rounds + 1) * groups, dtype=torch.int64)
+    found.index_add_(0, moves.round * groups + moves.target, moves.rows)
+    by_round = found.view(rounds + 1, groups)
+    # What is computed with, and what arrives meanwhile.
+    return (by_round[:-1] + by_round[1:]).amax(0)
