@@ -44,6 +44,8 @@ _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
 _FLAT = 1.001
 """Ranks that are as even as this need no other layout to be more so."""
+_HARDLY_MORE = 1.02
+"""What a schedule that fetches rows again in backward may cost, relative to one that keeps them."""
 _EVEN = 1.015
 """Groups of ranks that are as even as this keep the layout that was made for the ranks."""
 
@@ -88,6 +90,16 @@ class Candidate:
         return sum(c.compute for c in self.costs.values())
 
     @property
+    def keeps_much(self) -> bool:
+        """Whether a rank keeps more rows of others until backward than it has itself."""
+        return any(
+            s.keeps_kv
+            and int(s.forward.moves.received(s.groups.ranks).max())
+            > int(s.groups.counts.max()) * s.groups.lanes
+            for s in self.schedules.values()
+        )
+
+    @property
     def name(self) -> str:
         """Layout and schedules, for a table."""
         names = dict.fromkeys(describe(s) for s in self.schedules.values())
@@ -129,7 +141,7 @@ def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
 
 
 def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candidate]:
-    """The candidates that were priced, cheapest first."""
+    """The candidates that were priced: the chosen one, then the others, cheapest first."""
     splits = _splits(problem, schedule)
     chosen = (
         layout if isinstance(layout, Layout) else named_layout(layout, problem, problem.ranks.size)
@@ -151,7 +163,15 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
             for split in dict.fromkeys((inner, 1)):
                 if split in splits and not _cannot_win(problem, found, ready, split):
                     found.extend(_options(problem, other, ready, split, schedule))
-    return sorted(found, key=lambda c: c.seconds)
+    return _modest_first(sorted(found, key=lambda c: c.seconds))
+
+
+def _modest_first(found: list[Candidate]) -> list[Candidate]:
+    """The cheapest first; or the cheapest that keeps little, if it costs hardly more."""
+    limit = found[0].seconds * _HARDLY_MORE
+    modest = (i for i, c in enumerate(found) if c.seconds <= limit and not c.keeps_much)
+    first = next(modest, 0)
+    return [found[first], *found[:first], *found[first + 1 :]]
 
 
 def _other_layouts(

@@ -56,7 +56,8 @@ class Plan:
     ranks: Ranks
     """The mesh."""
     considered: tuple[tuple[str, float], ...]
-    """Layout and schedule of all that was priced, and predicted seconds; cheapest first."""
+    """Layout and schedule of all that was priced, and predicted seconds: the chosen one, then the
+    others, cheapest first."""
     rows: int | None = field(init=False, repr=False)
     """How many rows this rank owns; None if the plan was made from numbers."""
     sizes: Mapping[str, Sizes] = field(init=False, repr=False)
