@@ -6,6 +6,7 @@ fraction of what an all-gather brings, predicted time on every machine preset, a
 
     python benchmarks/planning.py --out out/benchmarks            # the table of targets, and cells
     python benchmarks/planning.py --quick                         # up to 128K tokens
+    python benchmarks/planning.py --packs 30                      # documents only, on many packs
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ import torch
 from documents import packed_document_lengths
 
 from flexcp import BlockGrid, Mask, build_block_grid, masks
-from flexcp.layout import Layout, contiguous, dealt, head_tail, per_document_head_tail, ptrr
+from flexcp.layout import (
+    Layout,
+    balanced,
+    contiguous,
+    dealt,
+    head_tail,
+    per_document_head_tail,
+    ptrr,
+    rows_needed,
+)
 from flexcp.layout.work import Work, area_per_rank
 from flexcp.plan import PRESETS, AttentionShape, make_plan, price
 from flexcp.plan.load import Load
@@ -214,6 +224,56 @@ def targets(limit: int) -> Iterator[dict[str, object]]:
         }
 
 
+def many_packs(count: int) -> Iterator[dict[str, object]]:
+    """Layouts alone, on many packs of documents: a few packs may be unlike most others."""
+    for row in TARGETS:
+        if not row.mask.startswith("documents"):
+            continue
+        share = row.tokens // row.ranks
+        found = []
+        for seed in range(count):
+            grid = build_block_grid(mask_named(row.mask, row.tokens, seed), row.tokens)
+            longest = max(packed_document_lengths(row.tokens, seed))
+            pair = [balanced([grid], row.ranks), greedy_chunks(grid, row.ranks)]
+            areas = [area_per_rank([grid], layout).double() for layout in pair]
+            rows = [rows_needed([grid], layout).counts(row.ranks).max() for layout in pair]
+            found.append(
+                [
+                    *(float(r) / (row.tokens - share) for r in rows),
+                    *(float(a.max() / a.mean()) for a in areas),
+                    max(0, longest - share) / (row.tokens - share),
+                ]
+            )
+        ours, theirs, even, uneven, least = zip(*found, strict=True)
+        groups = [sum(ours[i : i + PACKS]) / PACKS for i in range(0, count - PACKS + 1, PACKS)]
+        yield {
+            "mask": row.mask,
+            "tokens": row.tokens,
+            "ranks": row.ranks,
+            "received": sum(ours) / count,
+            "groups": groups,
+            "unavoidable": sum(least) / count,
+            "imbalance": max(even),
+            "greedy_received": sum(theirs) / count,
+            "greedy_imbalance": max(uneven),
+            "worse": sum(a > b for a, b in zip(ours, theirs, strict=True)),
+        }
+
+
+def print_packs(rows: list[dict[str, object]], count: int) -> None:
+    print(
+        f"{count} packs          tokens ranks  received (3 packs: from, to)  least  imbal. | "
+        "greedy  imbal. | packs on which greedy receives less"
+    )
+    for r in rows:
+        print(
+            f"{r['mask']:18} {r['tokens'] >> 10:6}K {r['ranks']:4}  {r['received']:8.3f} "
+            f"({min(r['groups']):.3f}, {max(r['groups']):.3f}) {r['unavoidable']:12.3f} "
+            f"{r['imbalance']:7.4f} | {r['greedy_received']:6.3f} {r['greedy_imbalance']:7.3f} | "
+            f"{r['worse']}"
+        )
+
+
 def cells(limit: int) -> Iterator[dict[str, object]]:
     for tokens, ranks in CELLS:
         if tokens > limit:
@@ -337,8 +397,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the plot and the numbers go")
     parser.add_argument("--quick", action="store_true", help="up to 128K tokens")
     parser.add_argument("--targets-only", action="store_true")
+    parser.add_argument("--packs", type=int, help="only documents, on this many packs")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.packs:
+        if options.packs < PACKS:
+            parser.error(f"--packs has to be {PACKS} or more")
+        print_packs(list(many_packs(options.packs)), options.packs)
+        return
     limit = 1 << 17 if options.quick else 1 << 22
     table = list(targets(limit))
     print_targets(table)
