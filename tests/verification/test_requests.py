@@ -25,6 +25,9 @@ from verification.decoder import Decoder, make_batch, right_step
         ({"batch": {"input_ids": torch.zeros(1, 4).long()}}, "more than one kind of token"),
         ({"documents": [3, 4], "batch": make_batch()}, "cover the 101 tokens of the batch, got 7"),
         ({"single": lambda model, batch: None}, "parallel= beside single="),
+        ({"parallel": right_step, "layout": "ring"}, "layout= for a model without parallel="),
+        ({"parallel": right_step, "documents": [101]}, "documents= for a model without parallel="),
+        ({"gradients": "reduced"}, "for a model without parallel="),
         ({"mask": {"full": masks.causal()}}, "one mask, for a plain model"),
     ],
 )
@@ -110,3 +113,12 @@ def test_verdicts_are_read_by_people_and_programs():
     assert Verdict((good,)).raise_if_failed().passed
     with pytest.raises(KeyError):
         verdict["logits"]
+
+
+def test_a_loss_that_is_not_a_number_is_named():
+    batch = make_batch()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    failure = flexcp.verify(lambda: Decoder(layers=1), batch).first_failure
+    assert failure.name == "repeatable"
+    assert "the loss of one process is nan" in failure.found
+    assert "a mean over no token" in failure.cause

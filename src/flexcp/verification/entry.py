@@ -12,15 +12,16 @@ from torch import Tensor
 from flexcp.comm.simulated import RankError
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
-from flexcp.masks import Mask, MaskMod, causal, document, ids_from_lengths
+from flexcp.masks import Mask, MaskMod, causal, document
 from flexcp.verification.evidence import Convention, Evidence, Probe
 from flexcp.verification.gradients import check_gradients
 from flexcp.verification.hf import Transformers, is_transformers, with_documents
-from flexcp.verification.models import build_model, name_of, random_batch, require_batch
+from flexcp.verification.models import build_model, name_of
 from flexcp.verification.observe import Observation
 from flexcp.verification.plain import Plain
 from flexcp.verification.probes import Numbering, perturbed, tokens_name, unevenly_scored
 from flexcp.verification.reach import Reach
+from flexcp.verification.requests import document_ids, require, require_used, whole_batch
 from flexcp.verification.rows import (
     check_order,
     check_positions,
@@ -125,20 +126,26 @@ def verify(
     >>> flexcp.verify(Tiny, world_size=3).passed
     True
     """
-    _require(world_size, ranks, gradients, losses)
+    require(world_size, ranks, gradients, losses)
     built = build_model(model, dtype, seed)
-    whole = _batch(built, batch, documents, (batch_size, seq_len), seed)
+    whole = whole_batch(built, batch, documents, (batch_size, seq_len), seed)
     name = tokens_name(whole)
     tokens: Tensor = whole[name]
-    ids = None if documents is None else _document_ids(documents, tokens)
-    if single is not None and parallel is None:
-        raise FlexCPError(
-            "parallel= beside single=", "single= alone", "pass the step of a rank as well"
-        )
+    ids = None if documents is None else document_ids(documents, tokens)
+    require_used(
+        parallel is not None,
+        single is not None,
+        gradients,
+        {
+            "documents": documents is not None,
+            "restart_positions": restart_positions,
+            "layout": layout != "auto",
+            "schedule": schedule != "auto",
+        },
+    )
     plain: Plain | None = None
     if parallel is None and is_transformers(built):
-        if gradients == "reduced":
-            gradients = "summed"
+        assert gradients != "reduced"
         hf = Transformers(layout, schedule, gradients)
         single, parallel = hf.single, hf.parallel
         if ids is not None:
@@ -316,52 +323,5 @@ def _missing(*_: Any) -> Any:
     raise AssertionError("the plain step is known only after one process has run")
 
 
-def _batch(
-    model: Any,
-    batch: Mapping[str, Any] | None,
-    documents: Tensor | Sequence[int] | None,
-    shape: tuple[int, int],
-    seed: int,
-) -> dict[str, Any]:
-    """The batch that was given, or a random one, as long as the documents are."""
-    if batch is not None:
-        return require_batch(batch)
-    if isinstance(documents, Tensor) and documents.is_floating_point() is False:
-        shape = (shape[0], documents.shape[-1])
-    elif documents is not None:
-        shape = (shape[0], int(ids_from_lengths(documents).shape[-1]))
-    return random_batch(model, shape, seed)
-
-
-def _document_ids(documents: Tensor | Sequence[int], tokens: Tensor) -> Tensor:
-    ids = documents
-    if not isinstance(ids, Tensor) or ids.shape[-1] != tokens.shape[1]:
-        ids = ids_from_lengths(ids)
-    if ids.shape[-1] != tokens.shape[1]:
-        raise FlexCPError(
-            f"documents that cover the {tokens.shape[1]} tokens of the batch",
-            f"{ids.shape[-1]} tokens",
-            "pass one id per token, or lengths that add up to the sequence's length",
-        )
-    return ids
-
-
 def _count(world_size: int | tuple[int, ...]) -> str:
     return str(world_size) if isinstance(world_size, int) else " × ".join(map(str, world_size))
-
-
-def _require(world_size: object, ranks: object, gradients: object, losses: object) -> None:
-    shape = world_size if isinstance(world_size, tuple) else (world_size,)
-    if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
-        raise FlexCPError(
-            "at least 1 rank", repr(world_size), "pass world_size=2 or more, or a shape as (2, 2)"
-        )
-    if ranks not in ("simulated", "gloo"):
-        raise FlexCPError('ranks to be "simulated" or "gloo"', repr(ranks), "pass one of the two")
-    for what, value in (("gradients", gradients), ("losses", losses or gradients)):
-        if value not in ("summed", "averaged", "reduced"):
-            raise FlexCPError(
-                f'{what} to be "summed", "averaged" or "reduced"',
-                repr(value),
-                "say what your trainer does with those of the ranks",
-            )

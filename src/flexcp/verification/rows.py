@@ -16,6 +16,17 @@ def check_repeatable(evidence: Evidence) -> Check:
     pairs = [("one process", evidence.alone, evidence.alone_again)]
     for rank, both in enumerate(zip(evidence.together, evidence.together_again, strict=True)):
         pairs.append((f"rank {rank}", *both))
+    for who, one, _ in pairs:
+        if one.loss is not None and not bool(one.loss.isfinite()):
+            return Check(
+                "repeatable",
+                "failed",
+                f"the loss of {who} is {float(one.loss)}",
+                where=who,
+                cause="a mean over no token, a division by zero, or numbers out of range",
+                fix="verify a batch in which some tokens are scored; divide by the whole batch's "
+                "count, which is not 0 where a rank's own may be",
+            )
     worst, where = max(((_difference(a, b), who) for who, a, b in pairs), key=lambda x: x[0])
     if worst <= evidence.loss_precision:
         return Check("repeatable", "passed", "two runs agree", worst, evidence.loss_precision)

@@ -15,6 +15,8 @@ from flexcp.verification.evidence import Evidence, not_observed
 from flexcp.verification.observe import Observation
 from flexcp.verification.verdict import Check
 
+_SAME = "every token weighs the same as in one process"
+
 _FIX = (
     "shift while the whole sequence is there: flexcp.shard_batch does, and the loss after it must "
     "not shift again"
@@ -143,7 +145,7 @@ def check_scaling(evidence: Evidence) -> Check:
     off = [abs(w / best - 1) for _, w in known]
     if max(off) <= limit:
         return Check(
-            "scaling", "passed", f"every token weighs {best:g} of its share", max(off), limit
+            "scaling", "passed", _SAME if best == 1 else f"{_SAME}, times {best:g}", max(off), limit
         )
     rank, weight = known[off.index(max(off))]
     return Check(
@@ -193,10 +195,9 @@ def check_loss(evidence: Evidence) -> Check:
         assert alone.loss is not None
         expected = float(alone.loss)
         losses = [float(one.loss) for one in together if one.loss is not None]
-        for way in (evidence.losses,):
-            error = _loss_error(losses, expected, way)
-            text = text or f"{_combined(losses, way):.6g}, one process {expected:.6g}"
-        if error > evidence.loss_precision:
+        error = _loss_error(losses, expected, evidence.losses)
+        text = text or f"{_combined(losses, evidence.losses):.6g}, one process {expected:.6g}"
+        if not error <= evidence.loss_precision:  # NaN is no agreement
             fits = [
                 w
                 for w in ("summed", "averaged", "reduced")
