@@ -172,6 +172,17 @@ def test_a_model_that_counts_its_rows_itself():
     assert "q of the first attention" in failure.found
 
 
+def test_a_model_that_mixes_the_tokens_of_a_rank():
+    class Centred(Decoder):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.embed.register_forward_hook(lambda _, __, x: x - x.mean(1, keepdim=True))
+
+    failure = flexcp.verify(Centred, make_batch(), mask=masks.causal()).first_failure
+    assert failure.name == "positions"
+    assert "a mean, a shift or a convolution over the sequence" in failure.cause
+
+
 class NumbersAcrossDocuments(Step):
     def positions(self, local):
         return self.plan().positions().expand_as(local["input_ids"])

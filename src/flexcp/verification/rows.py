@@ -236,4 +236,14 @@ def _who_counts(evidence: Evidence) -> str:
                 f"positions are local: the model calls torch.arange({rows}) on rank {rank}, which "
                 "counts its rows from 0"
             )
+    alone, ranks = evidence.alone.calls, [one.calls for one in evidence.together]
+    whole = evidence.by_place(_by_row(alone[0].v), evidence.places_alone)
+    mine = evidence.gathered([_by_row(calls[0].v) for calls in ranks])
+    if whole is not None and mine is not None and whole.shape == mine.shape:
+        error = (whole - mine).abs().nan_to_num().max() / whole.nan_to_num().abs().max()
+        if float(error) > evidence.precision:  # rotary positions leave values alone
+            return (
+                "something before the first attention depends on which tokens share a rank: a "
+                "mean, a shift or a convolution over the sequence, or positions added to embeddings"
+            )
     return "the position encoding of a rank's rows is not that of the whole sequence"
