@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flexcp
@@ -86,6 +87,27 @@ def test_steps_that_use_process_groups_pass_on_gloo_ranks():
         mask=DOCUMENTS, ranks="gloo", gradients="reduced", losses="summed",
     )  # fmt: skip
     passes(verdict)
+
+
+def wraps_in_ddp(model, batch, mesh):
+    plan = plan_for(mesh)
+    wrapped = DistributedDataParallel(model)  # has to live until the backward pass
+    local = flexcp.shard_batch(batch, plan, documents=LENGTHS, restart_positions=True)
+    with over_plan(plan):
+        logits = wrapped(local["input_ids"], local["position_ids"])
+    loss = flexcp.cross_entropy(
+        logits, local["labels"], local["num_scored"], gradients="averaged", ranks=mesh.size()
+    )
+    loss.backward()
+    return loss
+
+
+def test_gradients_that_ddp_averages_pass():
+    verdict = flexcp.verify(
+        lambda: Decoder(layers=1), make_batch(), parallel=wraps_in_ddp, single=one_process,
+        mask=DOCUMENTS, ranks="gloo", gradients="reduced", losses="averaged",
+    )  # fmt: skip
+    assert "a model on 2 gloo ranks" in passes(verdict).title
 
 
 def test_a_step_for_processes_is_told_what_it_needs():

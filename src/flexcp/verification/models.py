@@ -124,8 +124,10 @@ def name_of(model: Any) -> str:
     """
     if isinstance(model, str):
         return model
-    given = getattr(model, "__name__", "")
-    return given if given and given != "<lambda>" else type(model).__name__
+    if isinstance(model, nn.Module) or hasattr(model, "model_type"):
+        return type(model).__name__
+    given = getattr(model, "__name__", "<lambda>")
+    return "a model" if given == "<lambda>" else str(given)
 
 
 def require_batch(batch: Any) -> dict[str, Any]:
