@@ -19,8 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python examples/mask_gallery.py --out out/gallery
-	$(BIN)/python examples/sharded_attention.py
+	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2

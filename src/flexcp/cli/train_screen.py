@@ -126,9 +126,10 @@ class Screen:
         if worst is None or event.gradient_difference > worst.gradient_difference:
             self._worst = event
         if self._is_shown(event.step) or not event.equal:
+            begin = f"step {event.step:>6,}  " if self._is_drawing else " " * 13
             self._console.print(
-                f"step {event.step:>6,}  loss {event.loss:.9f}, one process "
-                f"{event.one_process_loss:.9f}; gradients differ by {event.gradient_difference:.1e}"
+                f"{begin}loss {event.loss:.9f}, in one process {event.one_process_loss:.9f}; "
+                f"gradients differ by {event.gradient_difference:.1e}"
                 f"{'' if event.equal else ': MORE THAN ROUNDING'}"
             )
 
