@@ -24,6 +24,6 @@ app = typer.Typer(
 
 app.command("plan")(plan)
 app.command("show")(show)
+app.command("verify")(verify)
 app.command("train")(train)
 app.command("bench")(bench)
-app.command("verify")(verify)

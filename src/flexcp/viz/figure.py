@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from flexcp.plan import Plan
@@ -11,7 +12,7 @@ from flexcp.units import format_bytes, format_count, format_seconds, format_size
 from flexcp.viz.palette import hexadecimal, rank_colours
 from flexcp.viz.picture import picture_by_rank
 
-_SIDE, _MARGIN, _BARS = 360, 46, 300
+_SIDE, _MARGIN, _TOP, _BARS = 360, 46, 50, 300
 _PIXELS = 240
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 
@@ -28,7 +29,7 @@ def save_figure(plan: Plan, path: str | Path, *, mask: str | None = None, title:
     name = mask if mask is not None else next(iter(plan.grids))
     grid, schedule, stats = plan.grids[name], plan.schedules[name], plan.stats()
     title = title or name or grid.mask.name
-    width, height = _MARGIN + _SIDE + 48 + _BARS + 12, 44 + _SIDE + 74
+    width, height = _MARGIN + _SIDE + 48 + _BARS + 12, _TOP + _SIDE + 74
     received = [
         a + b
         for a, b in zip(
@@ -51,15 +52,17 @@ def save_figure(plan: Plan, path: str | Path, *, mask: str | None = None, title:
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(_MARGIN, 18, title, size=14, weight="bold"),
-        _text(width - 12, 18, summary, anchor="end"),
-        f'<svg x="{_MARGIN}" y="36" width="{_SIDE}" height="{_SIDE}" viewBox="0 0 {cols} {rows}" '
-        f'preserveAspectRatio="none" shape-rendering="crispEdges">{picture.svg_shapes()}</svg>',
+        _text(_MARGIN, 36, summary),
+        f'<svg x="{_MARGIN}" y="{_TOP}" width="{_SIDE}" height="{_SIDE}" '
+        f'viewBox="0 0 {cols} {rows}" preserveAspectRatio="none" shape-rendering="crispEdges">'
+        + picture.svg_shapes()
+        + "</svg>",
         *_axis(plan.seq_len),
         _strip(plan),
-        _text(_MARGIN, 36 + _SIDE + 62, f"owners of the tokens: {plan.layout.name} layout"),
-        _bars(right, 52, stats.area_per_rank, plan.ranks.size, busiest, format_count),
+        _text(_MARGIN, _TOP + _SIDE + 62, f"owners of the tokens: {plan.layout.name} layout"),
+        _bars(right, _TOP + 14, stats.area_per_rank, plan.ranks.size, busiest, format_count),
         _bars(
-            right, 52 + _SIDE // 2 + 12, received, plan.ranks.size, "Bytes received", format_bytes
+            right, _TOP + _SIDE // 2 + 26, received, plan.ranks.size, "Bytes received", format_bytes
         ),
         "</svg>\n",
     ]
@@ -74,25 +77,32 @@ def _axis(tokens: int) -> list[str]:
         label = format_size(round(tokens * share))
         at = share * _SIDE
         anchor = "start" if share == 0 else "end" if share == 1 else "middle"
-        marks.append(_text(_MARGIN + at, 36 + _SIDE + 14, label, anchor=anchor))
-        marks.append(_text(_MARGIN - 6, 36 + max(9, at), label, anchor="end"))
+        marks.append(_text(_MARGIN + at, _TOP + _SIDE + 14, label, anchor=anchor))
+        marks.append(_text(_MARGIN - 6, _TOP + max(9, at), label, anchor="end"))
     return marks
 
 
 def _strip(plan: Plan) -> str:
-    """The owner of most tokens in each of a thousand cells of the first lane."""
+    """The owner of the middle of each of a thousand cells; of the first batch element, if any."""
     stop, owner = (x.tolist() for x in plan.layout.by_row[1:])
     colours = [hexadecimal(c) for c in rank_colours(plan.ranks.size)]
     cells = min(plan.seq_len, 1080)
-    shapes, run = [], 0
+    owners, run = [], 0
     for cell in range(cells):
         middle = (cell + 0.5) / cells * plan.seq_len
         while stop[run] <= middle:
             run += 1
-        shapes.append(f'<rect x="{cell}" width="1.02" height="1" fill="{colours[owner[run]]}"/>')
+        owners.append(owner[run])
+    edges = [0, *(i for i in range(1, cells) if owners[i] != owners[i - 1]), cells]
+    shapes = [
+        f'<rect x="{a}" width="{b - a}" height="1" fill="{colours[owners[a]]}"/>'
+        for a, b in pairwise(edges)
+    ]
     return (
-        f'<svg x="{_MARGIN}" y="{36 + _SIDE + 24}" width="{_SIDE}" height="22" '
-        f'viewBox="0 0 {cells} 1" preserveAspectRatio="none">{"".join(shapes)}</svg>'
+        f'<svg x="{_MARGIN}" y="{_TOP + _SIDE + 24}" width="{_SIDE}" height="22" '
+        f'viewBox="0 0 {cells} 1" preserveAspectRatio="none" shape-rendering="crispEdges">'
+        + "".join(shapes)
+        + "</svg>"
     )
 
 
