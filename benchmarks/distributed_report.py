@@ -103,6 +103,7 @@ def plot(rows: list[Row], path: Path) -> None:
         if points:
             axes[1].plot(*zip(*points, strict=True), marker="o", label=one)
     axes[1].set_title(f"causal, {most} ranks: most MB in tensors of a rank, by tokens")
-    axes[1].legend(fontsize=7)
+    if axes[1].lines:  # none if memory was left out
+        axes[1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path)
