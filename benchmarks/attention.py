@@ -1,11 +1,14 @@
 """How fast is attention with a mask, per allowed pair, beside PyTorch's own?
 
-flexcp, SDPA (dense, is_causal, with a bool mask) and FlexAttention (compiled, forward only: it has
-no backward on CPU) in one run, interleaved, the best of several repetitions. Throughput counts the
-pairs that the mask allows; ratios are to dense SDPA in the same run, and to a plain matrix product.
-Memory is what the process needed beyond what it had before the call.
+flexcp, SDPA (dense, is_causal, with a bool mask) and FlexAttention (compiled and eager; neither
+has a backward pass on CPU) in one run, interleaved, the best of several rounds. Throughput counts
+the pairs that the mask allows; ratios are to dense SDPA at the same length and type in the same
+run, and to a plain matrix product. Memory is what the process needed beyond what it had before the
+call. Who is left out where, and why, stands below the table.
 
 python benchmarks/attention.py [--out out/benchmarks] [--quick] [--lengths 4096 8192 ...]
+
+The whole sweep is meant to take less than 25 minutes on two cores, --quick half a minute.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,8 +37,15 @@ from flexcp.runtime import flex_attention
 
 HEADS, DIM = 8, 64
 MASKS = ("full", "causal", "documents", "window 1024", "prefix", "block-causal", "alibi", "softcap")
-MOST_FOR_BOOL_MASK = 8192
-MOST_FOR_COMPILED_FLEX = 8192
+MOST_FOR = {
+    "SDPA bool mask": 8192,
+    "FlexAttention compiled": 8192,
+    "FlexAttention eager": 4096,
+    "flexcp with a score_mod": 16384,
+}
+"""Tokens up to which they run: beyond, they take minutes, or memory for each pair."""
+MOST_FOR_EVERY_KIND = 8192
+"""Beyond, float32 with all key heads and bfloat16 with few stand for the four combinations."""
 
 
 @dataclass
@@ -128,70 +139,116 @@ def matmul_seconds_per_pair(dtype: torch.dtype) -> float:
     return best / 1024**3 * 2 * DIM
 
 
-def competitors(name: str, tokens: int, q: Tensor, k: Tensor, v: Tensor, compiled: object):
-    """Who runs this mask: name -> (call, has a backward pass, pairs are those of dense)."""
+Call = Callable[[], Tensor]
+
+
+def competitors(
+    name: str, q: Tensor, k: Tensor, v: Tensor, compiled: Callable[..., Tensor] | None
+) -> tuple[dict[str, Call], flexcp.Mask | None, list[str]]:
+    """Who runs this mask; the mask; and who is left out, and why."""
+    tokens, shared = q.shape[2], k.shape[1] != q.shape[1]
     mask, score_mod = make_mask(name, tokens), make_score_mod(name)
-    found = {
-        "flexcp": lambda: flex_attention(q, k, v, score_mod, mask, enable_gqa=True),
-        "SDPA dense": lambda: sdpa(q, k, v, enable_gqa=True),
-    }
-    if name == "causal":
-        found["SDPA is_causal"] = lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)
-    if mask is not None and score_mod is None and tokens <= MOST_FOR_BOOL_MASK:
-        i = torch.arange(tokens)
-        zero = torch.zeros((), dtype=torch.int64)
-        allowed = mask.mask_mod(zero, zero, i[:, None], i)
-        found["SDPA bool mask"] = lambda: sdpa(q, k, v, allowed, enable_gqa=True)
-    if compiled is not None and tokens <= MOST_FOR_COMPILED_FLEX:
-        block_mask = None
-        if mask is not None:
-            block_mask = flexcp.build_block_grid(mask, tokens).to_block_mask()
-        plain = [x.detach() for x in (q, k, v)]
-        found["FlexAttention compiled"] = lambda: compiled(
-            *plain, score_mod, block_mask, enable_gqa=True
-        )
-    return found, mask
+    found: dict[str, Call] = {}
+    left_out: list[str] = []
 
+    def add(who: str, call: Call, limit: str) -> None:
+        most = MOST_FOR.get(limit)
+        if most is not None and tokens > most:
+            left_out.append(f"{limit}: beyond {most} tokens")
+        else:
+            found[who] = call
 
-def measure(name: str, tokens: int, dtype: torch.dtype, kv_heads: int, repeats: int, compiled):
-    q = torch.randn(1, HEADS, tokens, DIM, dtype=dtype, requires_grad=True)
-    k, v = (
-        torch.randn(1, kv_heads, tokens, DIM, dtype=dtype, requires_grad=True) for _ in range(2)
+    add(
+        "flexcp",
+        lambda: flex_attention(q, k, v, score_mod, mask, enable_gqa=True),
+        "flexcp" if score_mod is None else "flexcp with a score_mod",
     )
+    if name == "full" or (tokens <= 8192 and q.dtype == torch.float32 and not shared):
+        add("SDPA dense", lambda: sdpa(q, k, v, enable_gqa=True), "SDPA dense")
+    if name == "causal":
+        add("SDPA is_causal", lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True), "SDPA")
+    if shared:
+        left_out.append("SDPA bool mask and FlexAttention: with shared key heads")
+        return found, mask, left_out
+    if mask is not None and score_mod is None:
+        allowed: list[Tensor] = []
+
+        def with_bool_mask() -> Tensor:
+            if not allowed:
+                i, zero = torch.arange(tokens), torch.zeros((), dtype=torch.int64)
+                allowed.append(mask.mask_mod(zero, zero, i[:, None], i))
+            return sdpa(q, k, v, allowed[0], enable_gqa=True)
+
+        add("SDPA bool mask", with_bool_mask, "SDPA bool mask")
+    if compiled is None:
+        return found, mask, left_out
+    plain = [x.detach() for x in (q, k, v)]
+    block_mask = None if mask is None else flexcp.build_block_grid(mask, tokens).to_block_mask()
+    add(
+        "FlexAttention compiled",
+        lambda: compiled(*plain, score_mod, block_mask),
+        "FlexAttention compiled",
+    )
+    add("FlexAttention eager", lambda: eager(*plain, score_mod, block_mask), "FlexAttention eager")
+    return found, mask, left_out
+
+
+def eager(*arguments: object) -> Tensor:
+    from torch.nn.attention import flex_attention as module
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return module.flex_attention(*arguments)
+
+
+def measure(
+    name: str,
+    tensors: list[Tensor],
+    rounds: int,
+    compiled: Callable[..., Tensor] | None,
+    dense: Row | None,
+) -> tuple[list[Row], list[str]]:
+    """The rows of one mask, and who is left out. The first round also plans and warms up."""
+    q, k, v = tensors
+    tokens, dtype = q.shape[2], q.dtype
     gradient = torch.randn_like(q)
-    found, mask = competitors(name, tokens, q, k, v, compiled)
+    found, mask, left_out = competitors(name, q, k, v, compiled)
     every = HEADS * tokens * tokens
     allowed = every if mask is None else flexcp.build_block_grid(mask, tokens).area() * HEADS
     best: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
-    for who, call in list(found.items()):
-        with PeakMemory() as peak:  # also warms up, and plans
+    for turn in range(rounds):
+        for who, call in list(found.items()):
+            given = None if who.startswith("FlexAttention") else gradient
             try:
-                timed(call, [q, k, v], None if "compiled" in who else gradient)
+                with PeakMemory() if turn == 0 else nullcontext() as peak:
+                    seconds = timed(call, tensors, given)
             except Exception as error:
-                print(f"  {who} can't: {type(error).__name__}: {str(error).splitlines()[0]}")
+                left_out.append(f"{who}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 del found[who]
                 continue
-        memory[who] = peak.megabytes
-    for _ in range(repeats):
-        for who, call in found.items():
-            forward, both = timed(call, [q, k, v], None if "compiled" in who else gradient)
-            kept = best.setdefault(who, [forward, both])
-            best[who] = [min(kept[0], forward), min(kept[1], both)]
+            if peak is not None:
+                memory[who] = peak.megabytes
+            best[who] = [min(pair) for pair in zip(best.get(who, seconds), seconds, strict=True)]
+    per_pair = matmul_seconds_per_pair(dtype)
     rows = []
-    dense_forward, dense_both = best["SDPA dense"]
     for who, (forward, both) in best.items():
+        has_backward = not who.startswith("FlexAttention")
         pairs = every if who == "SDPA dense" else allowed
-        has_backward = "compiled" not in who
-        row = Row(name, who, tokens, str(dtype).removeprefix("torch."), kv_heads, forward,
-                  both if has_backward else None, pairs, round(memory[who]))  # fmt: skip
-        row.of_dense_forward = pairs / forward / (every / dense_forward)
-        if has_backward:
-            row.of_dense = pairs / both / (every / dense_both)
-        row.of_matmul = matmul_seconds_per_pair(dtype) * pairs / forward
-        rows.append(row)
+        rows.append(
+            Row(name, who, tokens, str(dtype).removeprefix("torch."), k.shape[1], forward,
+                both if has_backward else None, pairs, round(memory[who]),
+                of_matmul=per_pair * pairs / forward)
+        )  # fmt: skip
+    dense = next((row for row in rows if row.who == "SDPA dense"), dense)
+    assert dense is not None
+    assert dense.both is not None
+    for row in rows:
+        row.of_dense_forward = row.pairs / row.forward / (dense.pairs / dense.forward)
+        if row.both is not None:
+            row.of_dense = row.pairs / row.both / (dense.pairs / dense.both)
         print(f"  {line(row)}", flush=True)
-    return rows
+    return rows, left_out
 
 
 def line(row: Row) -> str:
@@ -250,33 +307,52 @@ def plot(rows: list[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"))
-    parser.add_argument("--quick", action="store_true", help="one length, float32, two repetitions")
+    parser.add_argument("--quick", action="store_true", help="2048 tokens, float32 alone")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS)
-    parser.add_argument("--no-flex", action="store_true", help="leave out compiled FlexAttention")
+    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
     options = parser.parse_args()
-    lengths = [4096] if options.quick else options.lengths
-    dtypes = [torch.float32] if options.quick else [torch.float32, torch.bfloat16]
-    kv_heads = [HEADS] if options.quick else [HEADS, 2]
+    kinds = [(dtype, heads) for dtype in (torch.float32, torch.bfloat16) for heads in (HEADS, 2)]
+    if options.quick:
+        options.lengths, options.no_flex, kinds = [2048], True, kinds[:1]
+    # What the others are compared with is measured even where it is not asked for.
+    names = ["full", *(name for name in options.masks if name != "full")]
     compiled = None
     if not options.no_flex:
         from torch.nn.attention.flex_attention import flex_attention as torchs
 
         compiled = torch.compile(torchs, dynamic=False)
+        torch._dynamo.config.recompile_limit = 1000
     rows: list[Row] = []
-    for tokens in lengths:
-        for dtype in dtypes:
-            for groups in kv_heads:
-                for name in options.masks:
-                    repeats = 2 if options.quick or tokens > 8192 else 4
-                    with torch._dynamo.config.patch(recompile_limit=1000):
-                        rows += measure(name, tokens, dtype, groups, repeats, compiled)
+    left_out: dict[str, None] = {}
+    if compiled is not None:
+        left_out["FlexAttention's backward pass: torch has none on CPU"] = None
+    for tokens in options.lengths:
+        some = kinds if tokens <= MOST_FOR_EVERY_KIND else [kinds[0], *kinds[3:]]
+        if len(some) < len(kinds):
+            left_out[f"two of four kinds of tensors: beyond {MOST_FOR_EVERY_KIND} tokens"] = None
+        for dtype, heads in some:
+            tensors = [
+                torch.randn(1, h, tokens, DIM, dtype=dtype, requires_grad=True)
+                for h in (HEADS, heads, heads)
+            ]
+            dense = None
+            for name in names:
+                rounds = 4 if tokens <= 4096 else 2 if tokens <= 8192 else 1
+                more, missing = measure(name, tensors, rounds, compiled, dense)
+                dense = next((row for row in more if row.who == "SDPA dense"), dense)
+                rows += more
+                left_out.update(dict.fromkeys(missing))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "attention.json").write_text(json.dumps([asdict(r) for r in rows], indent=1))
-    (options.out / "attention.md").write_text(table(rows))
+    written = table(rows)
+    if left_out:
+        written += "\nLeft out:\n\n" + "".join(f"- {reason}\n" for reason in left_out)
+    figures = {"rows": [asdict(row) for row in rows], "left_out": list(left_out)}
+    (options.out / "attention.json").write_text(json.dumps(figures, indent=1))
+    (options.out / "attention.md").write_text(written)
     with suppress(ImportError):
         plot(rows, options.out / "attention.png")
-    print(f"\n{table(rows)}\nwritten to {options.out}/attention.json, .md and .png")
+    print(f"\n{written}\nwritten to {options.out}/attention.json, .md and .png")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,32 @@ def test_large_rectangles_go_through_the_fused_op_unnoticed(name: str) -> None:
         assert_close(getattr(grads[0], name_of), getattr(grads[1], name_of), what=name_of)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_results_dont_depend_on_how_many_threads_share_a_product(
+    kv_heads: int, threads: int
+) -> None:
+    mask = MASKS["shared prefix"]()
+    p = problem(q_len=600, kv_heads=kv_heads)
+    prepared = Prepared(shapes_of(flexcp.build_block_grid(mask, 600)))
+    expected = p.expected(mask)
+    grads = torch.autograd.grad(loss(expected.out), p.inputs)
+    grad_out = torch.autograd.grad(loss(expected.out), expected.out)[0]
+    q, k, v = (x.detach() for x in p.inputs)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = flash.forward(q, k, v, prepared, scale=8**-0.5, fused=None)
+        back = flash.backward(
+            grad_out, q, k, v, found.out, found.lse, prepared, scale=8**-0.5, fused=None
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert_close(found.out, expected.out, what="out")
+    for what, actual, wanted in zip("qkv", (back.q, back.k, back.v), grads, strict=True):
+        assert_close(actual, wanted, what=f"d{what}")
+
+
 LONG_MASKS = {
     "window with a tail": masks.sliding_window(700),
     "two-sided window": masks.sliding_window(1100, 90),

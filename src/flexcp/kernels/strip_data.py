@@ -96,6 +96,8 @@ _Record = TypeVar("_Record", Rows, Results, Incoming, Sums)
 def of_chunk(record: _Record, chunk: slice) -> _Record:
     """The same for some of n alone, as views."""
     size = chunk.stop - chunk.start
+    if chunk.start == 0 and size == getattr(record, fields(record)[0].name).shape[0]:
+        return record
     views: dict[str, Any] = {
         field.name: value.narrow(0, chunk.start, size)
         for field in fields(record)
@@ -117,9 +119,12 @@ class Workspace:
         self._n = n
         self._step = -(-n // -(-n // most))  # as few groups as that takes, of even size
         dim = max(rows.k_NLD.shape[-1], rows.v_NLD.shape[-1])
-        tallest = max(strip.rows for strip in program.strips)
+        self.in_place = torch.get_num_threads() == 1
+        """Whether products go straight to where they belong: threads share a batch of products
+        only if its result is contiguous."""
+        longest = max(max(r * strip.rows, strip.keys) for strip in program.strips)
         largest = max(strip.rows * _padded(strip.keys) for strip in program.strips)
-        self._product = rows.k_NLD.new_empty(self._step * r * tallest * dim)
+        self._product = rows.k_NLD.new_empty(self._step * longest * dim)
         self._scores = [rows.k_NLD.new_empty(self._step * r * largest) for _ in range(scores)]
 
     def chunks(self) -> Iterator[slice]:
@@ -128,7 +133,7 @@ class Workspace:
             yield slice(first, min(first + self._step, self._n))
 
     def product(self, *shape: int) -> Tensor:
-        """Uninitialised memory for a product [n, rows, D]."""
+        """Uninitialised memory for a product [n, rows or keys, D]."""
         return self._product.narrow(0, 0, math.prod(shape)).view(shape)
 
     def scores(self, which: int, n: int, rows: int, keys: int) -> Tensor:

@@ -62,7 +62,7 @@ def strip_forward(
     base = highest.clamp(min=torch.finfo(scores.dtype).min) if some_row_is_blind else highest
     weights = scores.sub_(base).exp2_()
     total = weights.sum(-1, keepdim=True)
-    writes = piece.fresh and r == 1
+    writes = piece.fresh and r == 1 and work.in_place
     target = rows_of(results.out_NRLD, piece)
     out = target.squeeze(1) if writes else work.product(n, q.shape[1], v.shape[-1])
     out.baddbmm_(weights, v, beta=0)
@@ -106,16 +106,16 @@ def strip_backward(
         _forbid_modified(weights, piece)
         weights.add_(minus_lse)
     weights.exp2_()
-    keys_of(sums.v_NLD, piece, 1).baddbmm_(weights.transpose(1, 2), grad_out)
+    _add_product(keys_of(sums.v_NLD, piece, 1), weights.transpose(1, 2), grad_out, 1.0, work)
     grad_scores = work.scores(1, n, q.shape[1], piece.keys)
     torch.baddbmm(minus_delta, grad_out, v.transpose(1, 2), out=grad_scores)
     grad_scores.mul_(weights)
     if mod is not None:
         found = mod.pull_back(tile, modified, grad_scores.view(tile.shape), sums.captured)
         grad_scores = found.reshape(grad_scores.shape)
-    keys_of(sums.k_NLD, piece, 1).baddbmm_(grad_scores.transpose(1, 2), q, alpha=scale)
+    _add_product(keys_of(sums.k_NLD, piece, 1), grad_scores.transpose(1, 2), q, scale, work)
     target = rows_of(sums.q_NRLD, piece)
-    if r == 1:
+    if r == 1 and work.in_place:
         target.squeeze(1).baddbmm_(grad_scores, k, beta=0 if piece.fresh else 1, alpha=scale)
         return
     grad_q = work.product(*q.shape).baddbmm_(grad_scores, k, beta=0, alpha=scale)
@@ -123,6 +123,14 @@ def strip_backward(
         target.copy_(grad_q.view(target.shape))
     else:
         target.add_(grad_q.view(target.shape))
+
+
+def _add_product(target: Tensor, a: Tensor, b: Tensor, factor: float, work: Workspace) -> None:
+    """Adds factor * a @ b to target."""
+    if work.in_place:
+        target.baddbmm_(a, b, alpha=factor)
+    else:
+        target.add_(work.product(*target.shape).baddbmm_(a, b, beta=0, alpha=factor))
 
 
 def _by_row(x: Tensor, piece: Piece) -> Tensor:
