@@ -27,6 +27,8 @@ from tests.integrations.tiny_models import (
 
 KINDS = ["plain", "packed", "padded"]
 
+pytestmark = pytest.mark.filterwarnings("ignore:position_ids start again, but GptOss")
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)

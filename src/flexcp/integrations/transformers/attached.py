@@ -63,6 +63,7 @@ class Attached:
         default_factory=OrderedDict
     )
     _undo: list[RemovableHandle] = field(default_factory=list)
+    _needs_last_position: bool = False
     _previous: str = ""
 
     @property
@@ -118,7 +119,7 @@ class Attached:
         labels = shifted_labels(batch, borders)
         parts = self.ranks if self.gradients == "averaged" else 1
         local = local_part(batch, plan, shape, positions, labels, parts)
-        last = int(positions.max()) if rotary_modules(self.model) else None
+        last = int(positions.max()) if self._needs_last_position else None
         jumps = infers and find_packed_sequence_indices(local["position_ids"]) is not None
         local[SHARDING] = Sharding(plan, names, last, jumps)
         self.plan = plan
@@ -302,6 +303,7 @@ def attach(
         target.register_forward_hook(_end_forward, always_call=True),
     ]
     for module in rotary_modules(target):
+        attached._needs_last_position = True
         attached._undo += tell_the_last_position(module)
     return attached
 

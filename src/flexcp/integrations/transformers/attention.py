@@ -183,7 +183,7 @@ def _tuned(module: nn.Module, query: Tensor, plan: Plan) -> Tensor:
     The layer has scaled them already, counting the tokens that it was given.
     """
     tuning: Any = module
-    if not getattr(module, "attn_temperature_tuning", False) or bool(tuning.use_rope):
+    if not getattr(module, "attn_temperature_tuning", False) or tuning.use_rope:
         return query
 
     def scale(positions: Tensor) -> Tensor:
@@ -192,8 +192,7 @@ def _tuned(module: nn.Module, query: Tensor, plan: Plan) -> Tensor:
 
     ratio = scale(plan.positions()) / scale(torch.arange(query.shape[2]))
     ratio = ratio if ratio.dim() == 2 else ratio[None]
-    tuned: Tensor = (query * ratio[:, None, :, None]).to(query.dtype)
-    return tuned
+    return (query * ratio[:, None, :, None]).to(query.dtype)
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from functools import cache
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -18,7 +20,7 @@ def counts_from_zero(decoder: PreTrainedModel) -> bool:
 
     Some derive them from the padding instead, as OPT does.
     """
-    return "torch.arange(inputs_embeds.shape[1]" in _source(decoder)
+    return "torch.arange(inputs_embeds.shape[1]" in _source(type(decoder))
 
 
 def infers_documents(decoder: PreTrainedModel) -> bool:
@@ -27,9 +29,13 @@ def infers_documents(decoder: PreTrainedModel) -> bool:
     These take a jump for the beginning of a document, in causal models. gpt-oss does not hand
     them over.
     """
-    if not getattr(decoder.config, "is_causal", True):
-        return False
-    for node in ast.walk(ast.parse(textwrap.dedent(_source(decoder)))):
+    is_causal = bool(getattr(decoder.config, "is_causal", True))
+    return is_causal and _makes_masks_by_position(type(decoder))
+
+
+@cache
+def _makes_masks_by_position(kind: Any) -> bool:
+    for node in ast.walk(_code(kind)):
         if isinstance(node, ast.Dict):
             keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
             if {"config", "position_ids"} <= keys:
@@ -41,16 +47,23 @@ def infers_documents(decoder: PreTrainedModel) -> bool:
     return False
 
 
-def tells_its_loss(model: PreTrainedModel) -> bool:
-    """Whether a model hands further keywords, such as shifted labels, to its loss function.
+@cache
+def tells_its_loss(kind: Any) -> bool:
+    """Whether models hand further keywords, such as shifted labels, to their loss function.
 
     Some compute a loss of their own instead, as Bart does, which would shift or average again.
     """
-    for node in ast.walk(ast.parse(textwrap.dedent(_source(model)))):
+    for node in ast.walk(_code(kind)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
             return any(keyword.arg is None for keyword in node.keywords)
     return False
 
 
-def _source(model: PreTrainedModel) -> str:
-    return inspect.getsource(inspect.unwrap(type(model).forward))
+def _code(kind: Any) -> ast.Module:
+    return ast.parse(textwrap.dedent(_source(kind)))
+
+
+@cache
+def _source(kind: Any) -> str:
+    """Of the forward pass. Reading it takes milliseconds, so it is read once per class."""
+    return inspect.getsource(inspect.unwrap(kind.forward))
