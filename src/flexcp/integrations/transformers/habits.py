@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ def counts_from_zero(decoder: PreTrainedModel) -> bool:
 
     Some derive them from the padding instead, as OPT does.
     """
-    return "torch.arange(inputs_embeds.shape[1]" in _source(type(decoder))
+    return "torch.arange(inputs_embeds.shape[1]" in _source(type(decoder).forward)
 
 
 def infers_documents(decoder: PreTrainedModel) -> bool:
@@ -30,12 +31,12 @@ def infers_documents(decoder: PreTrainedModel) -> bool:
     them over.
     """
     is_causal = bool(getattr(decoder.config, "is_causal", True))
-    return is_causal and _makes_masks_by_position(type(decoder))
+    return is_causal and _makes_masks_by_position(type(decoder).forward)
 
 
 @cache
-def _makes_masks_by_position(kind: Any) -> bool:
-    for node in ast.walk(_code(kind)):
+def _makes_masks_by_position(forward: Callable[..., Any]) -> bool:
+    for node in ast.walk(_code(forward)):
         if isinstance(node, ast.Dict):
             keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
             if {"config", "position_ids"} <= keys:
@@ -48,22 +49,22 @@ def _makes_masks_by_position(kind: Any) -> bool:
 
 
 @cache
-def tells_its_loss(kind: Any) -> bool:
-    """Whether models hand further keywords, such as shifted labels, to their loss function.
+def tells_its_loss(forward: Callable[..., Any]) -> bool:
+    """Whether a model's forward hands further keywords, such as shifted labels, to its loss.
 
     Some compute a loss of their own instead, as Bart does, which would shift or average again.
     """
-    for node in ast.walk(_code(kind)):
+    for node in ast.walk(_code(forward)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
             return any(keyword.arg is None for keyword in node.keywords)
     return False
 
 
-def _code(kind: Any) -> ast.Module:
-    return ast.parse(textwrap.dedent(_source(kind)))
+def _code(forward: Callable[..., Any]) -> ast.Module:
+    return ast.parse(textwrap.dedent(_source(forward)))
 
 
 @cache
-def _source(kind: Any) -> str:
-    """Of the forward pass. Reading it takes milliseconds, so it is read once per class."""
-    return inspect.getsource(inspect.unwrap(kind.forward))
+def _source(forward: Callable[..., Any]) -> str:
+    """The code of a forward pass. Reading it takes milliseconds, so it is read once."""
+    return inspect.getsource(inspect.unwrap(forward))

@@ -172,7 +172,7 @@ def check_labels(model: PreTrainedModel) -> None:
             type(model).__name__,
             "drop the labels, or load the model as ...ForCausalLM",
         )
-    if not tells_its_loss(type(model)):
+    if not tells_its_loss(type(model).forward):
         raise FlexCPError(
             "a model that takes its loss from Transformers' loss functions",
             f"{type(model).__name__}, which computes its own",
