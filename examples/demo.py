@@ -90,7 +90,7 @@ def main() -> None:
 
   {command} train --data docs --out out/docs --tokens 4096    # your own text; Ctrl-C, and again
   {command} plan "causal & sliding_window(4096)" --tokens 1M --ranks 64 --html out/plan.html
-  make test
+  {command} show "causal & document({lengths})" --ranks 2     # who computes which tiles
 """)
 
 

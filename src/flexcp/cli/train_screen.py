@@ -107,7 +107,7 @@ class Screen:
         elif self._is_shown(event.step):
             self._console.print(
                 f"step {event.step:>6,}  loss {event.loss:.4f}  {rate:,.0f} tokens/s, "
-                f"{event.documents} documents, planning {planning:.1%}"
+                f"{event.documents} document{'s' * (event.documents > 1)}, planning {planning:.1%}"
             )
 
     def _move(self, step: int, text: str) -> None:

@@ -80,6 +80,7 @@ def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
         head_dim=config.head_dim,
         dtype=getattr(torch, config.dtype),
         batch=sequences,
+        machine="cpu-gloo" if config.device == "cpu" else None,
     )
     seconds = time.perf_counter() - start
     ids = torch.stack([ids_from_lengths(n) for n in batch.lengths])
