@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from flexcp.schedule import Schedule
 
@@ -24,6 +27,12 @@ class Sizes:
     """Key-value heads, as the kernel gets them."""
     kept_rows: int
     """Rows of K and V of other ranks that are kept for the backward pass."""
+    kept: Tensor = field(init=False, repr=False, compare=False)
+    """[kept_rows, 0] The same as a shape: a compiled graph lets shapes vary from plan to plan, but
+    not a number that it reaches through a module or a global."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", torch.empty(self.kept_rows, 0, device="cpu"))
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, num_heads: int, num_kv_heads: int) -> Sizes:

@@ -37,11 +37,10 @@ def compiled_parallel_attention(
     plan.require_mesh()
     sizes = plan.sizes[name]
     swapped = [sizes.rows, sizes.q_heads, sizes.kv_heads] if sizes.swaps else []
-    kept = 0
-    if sizes.kept_rows:
-        each = k.shape[1] if not sizes.swaps else sizes.kv_heads
-        batch = 1 if plan.layout.lanes > 1 else k.shape[0]
-        kept = sizes.kept_rows * batch * each * (k.shape[3] + v.shape[3])
+    # A shape, and not asked whether it is 0: either would tie the graph to the number.
+    each = k.shape[1] if not sizes.swaps else sizes.kv_heads
+    batch = 1 if plan.layout.lanes > 1 else k.shape[0]
+    kept = sizes.kept.shape[0] * batch * each * (k.shape[3] + v.shape[3])
     found: _Outputs = _attention(
         q, k, v, sinks, plan.compiler_token, name, scale, gradients, swapped, kept
     )
