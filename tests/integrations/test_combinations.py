@@ -40,9 +40,9 @@ from .decoder import (
 one_process = cache(train_in_one_process)
 
 
-def plan_of(step, cp, tp=1):
+def plan_of(mask, cp, tp=1):
     return flexcp.make_plan(
-        mask_of(step), LENGTH, cp, block_size=8, num_heads=HEADS // tp, num_kv_heads=KV_HEADS // tp,
+        mask, LENGTH, cp, block_size=8, num_heads=HEADS // tp, num_kv_heads=KV_HEADS // tp,
         head_dim=WIDTH // HEADS, dtype=torch.float32, batch=2,
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def train(
     optimizer = optimizer or new_optimizer(model)
     record = []
     for step in steps:
-        plan = plan_of(step, cp, tp)
+        plan = plan_of(mask_of(step), cp, tp)
         rows = BATCHES[step].chunk(dp)[dp_rank]
         local = flexcp.shard_batch(
             {"input_ids": rows, "labels": rows},

@@ -20,11 +20,9 @@ from flexcp.eager import planning
 from flexcp.errors import FlexCPError
 from flexcp.masks import Mask, as_mask, causal
 from flexcp.plan import Plan
-from flexcp.runtime.parallel import attention as _attention
+from flexcp.runtime.parallel import attention
 
 ScoreFunction = Callable[..., Tensor]
-
-attention = planning(_attention)  # not traced by torch.compile: the graph breaks here
 
 _MOST_KEPT = 32
 """Block masks that a plan remembers to have compared."""

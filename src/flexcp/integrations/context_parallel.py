@@ -201,10 +201,9 @@ def _members(mesh: Any) -> object:
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, with its attention over the whole sequence."""
     style: ContextParallel = vars(module)[_STYLE]
-    own: Callable[..., Any] = vars(module)[_OWN] or MethodType(type(module).forward, module)
     step = style._step
     if step.is_disabled:
-        return own(*args, **kwargs)
+        return _own_forward(module, *args, **kwargs)
     plan = step.plan
     if plan is None:
         raise FlexCPError(
@@ -216,11 +215,11 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mode = _Answering(planned, [])
     if torch.compiler.is_compiling():
         with mode:
-            out = own(*args, **kwargs)
+            out = _own_forward(module, *args, **kwargs)
     else:
         _require_own_plan(step)
         with _in_force(mode):
-            out = own(*args, **kwargs)
+            out = _own_forward(module, *args, **kwargs)
     if not mode.answered:
         raise FlexCPError(
             "a module that calls F.scaled_dot_product_attention or flex_attention",
@@ -229,6 +228,14 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             "(nn.MultiheadAttention: need_weights=False)",
         )
     return out
+
+
+def _own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the module did before: that of its class, unless it was given another one."""
+    own: Callable[..., Any] | None = vars(module)[_OWN]
+    if own is None:
+        return type(module).forward(module, *args, **kwargs)
+    return own(*args, **kwargs)
 
 
 def _require_own_plan(step: _Step) -> None:
@@ -271,7 +278,7 @@ class _Answering(TorchFunctionMode):
             return self.planned.flex(*args, **kwargs)
         if func is functional.multi_head_attention_forward:
             return self._multi_head()(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _pass(func, args, kwargs)
 
     def _multi_head(self) -> Callable[..., Any]:
         """Torch's function, which modes see as one call, with its own attention answered."""
@@ -285,3 +292,13 @@ class _Answering(TorchFunctionMode):
         inner = FunctionType(whole.__code__, {**whole.__globals__, **names})
         inner.__defaults__, inner.__kwdefaults__ = whole.__defaults__, whole.__kwdefaults__
         return inner
+
+
+def _pass(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is not attention runs as it is."""
+    if torch.compiler.is_compiling() and isinstance(func, FunctionType):
+        name = func.__name__
+        # torch.compile knows such a method of a tensor, but not the function that it is made of.
+        if getattr(torch.Tensor, name, None) is func:
+            return getattr(args[0], name)(*args[1:], **kwargs)
+    return func(*args, **kwargs)
