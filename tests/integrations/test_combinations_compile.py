@@ -56,6 +56,19 @@ def test_compiled_layers_that_are_recomputed_and_fully_sharded():
         assert_same_training(record, one_process())
 
 
+def test_a_compiled_model_may_recompute_its_layers():
+    def rank(cp):
+        model, style = parallel_decoder(cp)
+        model.recompute = {"use_reentrant": False}
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        # A function mode that is on while a layer runs counts as its side effect.
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+            return train(compiled, style, cp, after_backward=sum_gradients)
+
+    for record in testing.spawn(rank, 2, timeout=300.0):
+        assert_same_training(record, one_process())
+
+
 class Everything(nn.Module):
     """Attention with what attention modules have around it, in many spellings."""
 

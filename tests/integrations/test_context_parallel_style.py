@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
@@ -510,3 +511,41 @@ def test_other_kinds_of_recomputation_are_refused_once_plans_change():
             x.sum().backward()
 
     assert "a module that runs in a backward pass, while plans change" in _message(rank)
+
+
+class SelfAttention(nn.Module):
+    def forward(self, x):
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_heads_may_be_sharded_as_dtensors():
+    x = torch.randn(1, 4, LENGTH, 4, dtype=torch.float64)
+
+    def rank(_):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        plan = plan_for(mesh["cp"], masks.causal())
+        module = parallelize_module(SelfAttention(), mesh["cp"], flexcp.ContextParallel(plan))
+        heads = distribute_tensor(plan.shard(x, 2), mesh["tp"], [Shard(1)]).requires_grad_()
+        out = module(heads)
+        assert out.placements == (Shard(1),)
+        out.full_tensor().square().sum().backward()
+        return [plan.unshard(y.full_tensor(), 2) for y in (out.detach(), heads.grad)]
+
+    whole = x.clone().requires_grad_()
+    want = SelfAttention()(whole)
+    want.square().sum().backward()
+    for out, grad in testing.spawn(rank, 4):
+        assert_close(out, want.detach(), what="out")
+        assert_close(grad, whole.grad, what="gradient")
+
+
+def test_dtensors_that_are_sharded_along_the_sequence_are_refused():
+    def rank(mesh):
+        plan = plan_for(mesh, masks.causal(), layout="contiguous")
+        module = parallelize_module(SelfAttention(), mesh, flexcp.ContextParallel(plan))
+        module(distribute_tensor(torch.randn(1, 4, LENGTH, 4), mesh, [Shard(2)]))
+
+    with pytest.raises(
+        RankError, match=r"sharded alike along batch or heads, got \(Shard\(dim=2\)"
+    ):
+        testing.spawn(rank, 2)
