@@ -216,6 +216,23 @@ def test_multihead_attention_of_torch_runs_without_its_weights():
         assert_close(found, want, what="out")
 
 
+def test_an_encoder_layer_of_torch_does_not_go_around_its_attention_module():
+    original = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double().eval()
+    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        want = original(X, src_mask=later)
+
+    def rank(mesh):
+        plan = plan_for(mesh, masks.causal())
+        style = flexcp.ContextParallel(plan)
+        module = parallelize_module(copy.deepcopy(original), mesh, {"self_attn": style})
+        with torch.no_grad():
+            return plan.unshard(module(plan.shard(X, 1)), 1)
+
+    for found in testing.simulate(rank, 2):
+        assert_close(found, want, what="out")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_checkpointed_around_the_module_is_recomputed_alike(reentrant):
     def run(module, x):

@@ -123,6 +123,7 @@ class ContextParallel(ParallelStyle):
         kept = vars(module)
         kept[_STYLE], kept[_OWN] = self, kept.get("forward")
         kept["forward"] = MethodType(_forward, module)
+        module.register_forward_pre_hook(_must_be_called)
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -196,6 +197,10 @@ def _members(mesh: Any) -> object:
         return tuple(ranks.shape), tuple(ranks.flatten().tolist())
     transport = getattr(mesh, "transport", None)
     return id(mesh) if transport is None else id(transport)
+
+
+def _must_be_called(module: nn.Module, args: Any) -> None:
+    """Does nothing; a hook keeps nn.TransformerEncoderLayer from going around the module's call."""
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
