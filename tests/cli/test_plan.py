@@ -124,6 +124,8 @@ def half(seq_len):
 number = 3
 def wrong():
     return 3
+def needs(width):
+    return flexcp.masks.sliding_window(width)
 """
 
 
@@ -175,6 +177,14 @@ def test_masks_come_from_modules_of_ones_own(flexcp, own_module, text, same):
             9,
         ),
         ("documents(mean=0)", "a mean of at least 1 token", 0),
+        ("full & documents(mean=inf)", "expected mean as a number, got inf", 7),
+        ("documents(mean=many)", "expected mean as a number, got 'many'", 0),
+        ("document([1024], seed=x)", "expected seed as a number, got 'x'", 0),
+        ("document(x=3)", "expected document's parameters: lengths, seed", 9),
+        ("document", "expected document(lengths), got no lengths", 0),
+        ("shared_prefix(5)", "expected shared_prefix(prefix, lengths), got 1 arguments", 0),
+        ("shared_prefix(lengths=[5])", "expected shared_prefix(prefix, lengths)", 0),
+        ("document([3, x])", "expected a file name or a list of lengths, got [3, 'x']", 0),
         ("no_such_module_here:f", "expected a module that Python can import", 0),
     ],
 )
@@ -189,11 +199,13 @@ def test_errors_point_at_their_place_in_the_expression(flexcp, text, message, co
 def test_a_function_that_makes_no_mask_is_named(flexcp, own_module):
     for name, message in (
         ("number", "expected a Mask or a function, got int"),
+        ("needs", "expected arguments for my_masks_of_a_test:needs(width), got 0 of them"),
+        ("needs(1, 2)", "got 2 of them; give them in parentheses"),
         (
             "wrong",
             "a function that returns a Mask or a mask_mod, got one that returns int",
         ),
-        ("missing", "it has mask, even, near, half, wrong"),
+        ("missing", "it has mask, even, near, half, wrong, needs"),
     ):
         assert message in flexcp("plan", f"{own_module}:{name}", "--tokens", "1K", code=2).err
 

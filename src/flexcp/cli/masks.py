@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +100,12 @@ class _Builder:
         given = self._bound(node) if node.name in ("document", "shared_prefix") else {}
         if "lengths" not in given or "seed" in given:
             return None
+        prefix = 0 if node.name == "document" else self._number(node, given, "prefix", None)
         lengths = self._lengths(node, given["lengths"])
         whole = [x for x in lengths if isinstance(x, int)]
         if len(whole) != len(lengths):
             return None
-        return sum(whole) + (int(given["prefix"]) if node.name == "shared_prefix" else 0)
+        return sum(whole) + int(prefix)
 
     def mask(self, node: Node) -> Mask:
         """The mask of a node and all below it."""
@@ -131,9 +133,13 @@ class _Builder:
         if call.name == "document":
             return masks.document(lengths=self._documents(call, given))
         if call.name == "documents":
-            return self._drawn(given)
-        if call.name == "shared_prefix":
+            return self._drawn(call, given)
+        if "lengths" in given:
             given["lengths"] = self._lengths(call, given["lengths"])
+            if isinstance(given["lengths"][0], Bin):
+                raise self._at(
+                    call, "lengths of branches", "a distribution of lengths", "list them in order"
+                )
         try:
             made: Mask = getattr(masks, call.name)(**given)
         except TypeError:
@@ -173,8 +179,9 @@ class _Builder:
             )
         lengths = self._lengths(call, given["lengths"])
         if "seed" in given or isinstance(lengths[0], Bin):
-            found = draw(lengths, self.tokens, int(given.get("seed", 0)))
-            self._note(f"{len(found):,} documents drawn at random (seed {given.get('seed', 0)})")
+            seed = int(self._number(call, given, "seed", 0))
+            found = draw(lengths, self.tokens, seed)
+            self._note(f"{len(found):,} documents drawn at random (seed {seed})")
             return found
         whole = [int(x) for x in lengths if not isinstance(x, Bin)]
         if sum(whole) < self.tokens:
@@ -190,12 +197,15 @@ class _Builder:
             self._note(f"the first {len(found):,} of {len(whole):,} documents, the last one cut")
         return found
 
-    def _drawn(self, given: Mapping[str, Any]) -> Mask:
+    def _drawn(self, call: Call, given: Mapping[str, Any]) -> Mask:
         from flexcp import masks
 
         assert self.tokens is not None
-        mean, spread = float(given.get("mean", 2000)), float(given.get("spread", 1.0))
-        seed = int(given.get("seed", 0))
+        mean, spread = (
+            self._number(call, given, name, usual)
+            for name, usual in (("mean", 2000), ("spread", 1))
+        )
+        seed = int(self._number(call, given, "seed", 0))
         if mean < 1 or spread < 0:
             raise FlexCPError(
                 "a mean of at least 1 token and a spread of at least 0",
@@ -205,6 +215,15 @@ class _Builder:
         found = lognormal(mean, spread, self.tokens, seed)
         self._note(f"{len(found):,} documents drawn at random (seed {seed})")
         return masks.document(lengths=found)
+
+    def _number(
+        self, call: Call, given: Mapping[str, Any], name: str, usual: float | None
+    ) -> float:
+        value = given.get(name, usual)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            got = "none" if value is None else repr(value)
+            raise self._at(call, f"{name} as a number", got, f"such as {name}=1")
+        return value
 
     def _lengths(self, call: Call, given: Value) -> list[int] | list[Bin]:
         if isinstance(given, str):
@@ -226,13 +245,20 @@ class _Builder:
             raise self._at(
                 call, "a Mask or a function", type(found).__name__, "name a mask_mod or a factory"
             )
-        if call.called:
-            named = {x.name: x.value for x in call.arguments if x.name}
-            found = found(*(x.value for x in call.arguments if not x.name), **named)
-        elif not _takes_four(found):
-            known = inspect.signature(found).parameters
-            wanted = next((x for x in ("seq_len", "tokens") if x in known), None)
-            found = found(**({wanted: self.tokens} if wanted else {}))
+        if call.called or not _takes(found, (0, 0, 0, 0), {}):
+            positional = [x.value for x in call.arguments if not x.name]
+            named: dict[str, Any] = {x.name: x.value for x in call.arguments if x.name}
+            if not call.called:
+                known = inspect.signature(found).parameters
+                named = {x: self.tokens for x in ("seq_len", "tokens") if x in known}
+            if not _takes(found, positional, named):
+                raise self._at(
+                    call,
+                    f"arguments for {call.name}{inspect.signature(found)}",
+                    f"{len(call.arguments)} of them",
+                    "give them in parentheses; a mask_mod takes (b, h, q_idx, kv_idx)",
+                )
+            found = found(*positional, **named)
         if isinstance(found, Mask):
             return found
         if not callable(found):
@@ -279,10 +305,10 @@ class _Builder:
         self.notes.append(text)
 
 
-def _takes_four(function: Any) -> bool:
-    """Whether it can be called with (b, h, q_idx, kv_idx)."""
+def _takes(function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether it can be called so; with four positions it is a mask_mod."""
     try:
-        inspect.signature(function).bind(0, 0, 0, 0)
+        inspect.signature(function).bind(*positional, **named)
     except TypeError:
         return False
     return True
