@@ -180,6 +180,11 @@ def test_models_that_mix_tokens_otherwise_are_refused(make_model, what):
     assert "_flexcp" not in vars(model)
 
 
+def test_a_number_of_ranks_is_no_mesh():
+    with pytest.raises(FlexCPError, match="got the number of ranks 2"):
+        hf.attach(make(), 2)
+
+
 def test_attaching_twice_is_refused():
     refused(
         "simulated ranks need a copy",

@@ -285,6 +285,12 @@ def attach(
             "call detach() first; simulated ranks need a copy of the model each",
         )
     refused.check_model(target)
+    if Ranks.of(mesh).rank is None:
+        raise FlexCPError(
+            "a DeviceMesh, or the mesh that testing.simulate gives",
+            f"the number of ranks {mesh}",
+            'pass init_device_mesh("cuda", (ranks,))',
+        )
     if machine is None and target.device.type == "cpu":
         machine = "cpu-gloo"
     _own_config(target)
