@@ -82,8 +82,8 @@ def main() -> None:
 
   1. flexcp read a mask, decided who owns which tokens and what moves when, and proved that the
      schedule is that attention. Open {out / "report.html"} for the plan, tile by tile.
-  2. Two processes trained a transformer on sequences that neither of them had as a whole. Losses
-     and all gradients were those of one process. The curve is {out / "train/loss.svg"}.
+  2. Two processes trained a transformer, each on its half of every sequence. Losses and all
+     gradients were those of one process, step by step. The curve is {out / "train/loss.svg"}.
   3. Any mask will do: pictures of twelve are in {out / "masks"}.
 
 ━━ Three commands to try next
