@@ -115,4 +115,4 @@ def test_a_training_loop_resumes_on_another_number_of_ranks(monkeypatch, capfd, 
 def test_every_example_is_named_in_a_test():
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for example in (ROOT / "examples").glob("*.py"):
-        assert example.name in tests, example.name
+        assert f'"{example.stem}' in tests, example.name
