@@ -152,6 +152,23 @@ def test_smaller_types_agree_within_their_rounding(dtype, budget):
         assert worst < budget
 
 
+def test_autocast_casts_as_it_does_in_one_process():
+    q, k, v = (torch.randn(1, 2, 61, 8) for _ in range(3))
+
+    def rank(mesh):
+        plan = flexcp.make_plan(masks.causal(), 61, mesh, num_heads=2, head_dim=8)
+        with torch.autocast("cpu", torch.bfloat16):
+            local = [plan.shard(x, 2) for x in (q, k, v.bfloat16())]
+            out = flexcp.attention(*local, plan)
+        return plan.unshard(out, 2)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        one = flexcp.flex_attention(q, k, v, block_mask=masks.causal())
+    whole = testing.simulate(rank, 3)[0]
+    assert whole.dtype == one.dtype == torch.bfloat16
+    testing.tolerance.assert_close(whole, one)
+
+
 def test_sixty_four_ranks():
     assert compare(testing.simulate, 64, masks.causal(), 203) < 1e-10
 

@@ -139,6 +139,14 @@ def test_autocast_casts_as_for_torchs_own_attention() -> None:
     assert all(grad.dtype == torch.float32 for grad in grads)
 
 
+def test_autocast_brings_inputs_of_different_types_together() -> None:
+    q, k, v = (torch.randn(1, 2, 37, 8) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = flexcp.flex_attention(q, k, v.bfloat16(), block_mask=masks.causal())
+        alike = flexcp.flex_attention(q, k, v, block_mask=masks.causal())
+    assert torch.equal(mixed, alike)
+
+
 def test_autocast_leaves_float64_alone() -> None:
     p = problem(q_len=50)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -16,6 +16,7 @@ from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.reference import accumulation_dtype, dense_attention
 from flexcp.kernels.registry import Choice, choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
+from flexcp.runtime.autocast import autocast
 from flexcp.runtime.autograd import Attention, Call
 from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.compiled import compiled_attention
@@ -72,6 +73,7 @@ def flex_attention(
     >>> torch.allclose(out[:, :, 0], v[:, :, 0])
     True
     """
+    query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa)
     if return_lse and return_aux is not None:
         raise FlexCPError(
@@ -82,7 +84,6 @@ def flex_attention(
     positions = positions_of(block_mask)
     if score_mod is not None and positions is not None:
         score_mod = on_global_positions(score_mod, *positions)
-    query, key, value = _autocast(query, key, value)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -181,15 +182,6 @@ def _run_reference(
         kv_positions=prepared.positions("kv", query.device),
     )
     return found.out, found.lse, found.max_scores
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Casts as torch's own attention does inside an autocast region."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 # Tuning options of torch's GPU kernels. torch ignores them on CPU as well.

@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from flexcp.kernels.score import ScoreFunction
 from flexcp.plan import Plan
+from flexcp.runtime.autocast import autocast
 from flexcp.runtime.checks import check_sinks, check_tensors
+from flexcp.runtime.overridable import overridable
 from flexcp.runtime.parallel_compiled import compiled_parallel_attention
 from flexcp.runtime.parallel_traced import traced_parallel_attention
 from flexcp.runtime.passes import Call, Saved, backward_pass, forward_pass, prepare_call
 
 
+@overridable
 def attention(
     q: Tensor,
     k: Tensor,
@@ -55,20 +57,7 @@ def attention(
     >>> torch.allclose(simulate(rank, 3)[0], torch.ones(1, 2, 10, 4))
     True
     """
-    if has_torch_function_variadic(q, k, v):
-        return handle_torch_function(
-            attention,
-            (q, k, v),
-            q,
-            k,
-            v,
-            plan,
-            mask=mask,
-            score_mod=score_mod,
-            scale=scale,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
+    q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, True)
     if sinks is not None:
         check_sinks(sinks, q)

@@ -155,7 +155,7 @@ def attend(
         raise FlexCPError(
             "no position_bias", f"one in {layer}", "run this model without context parallelism"
         )
-    query, key, value = _autocast(_tuned(module, query, attention_mask.plan), key, value)
+    query = _tuned(module, query, attention_mask.plan)
     score_mod = None if softcap is None else _softcapped(softcap)
     plan, name = attention_mask.plan, attention_mask.name
     if attention_mask.whole:  # nothing to exchange, so nothing to pack for the way either
@@ -193,15 +193,6 @@ def _tuned(module: nn.Module, query: Tensor, plan: Plan) -> Tensor:
     ratio = scale(plan.positions()) / scale(torch.arange(query.shape[2]))
     ratio = ratio if ratio.dim() == 2 else ratio[None]
     return (query * ratio[:, None, :, None]).to(query.dtype)
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Casts as PyTorch's own attention does inside an autocast region."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _softcapped(bound: float) -> Callable[..., Tensor]:
