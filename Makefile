@@ -39,6 +39,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/block_masks.py --out out/benchmarks
 	$(BIN)/python benchmarks/attention.py --out out/benchmarks
 	$(BIN)/python benchmarks/planning.py --out out/benchmarks
+	$(BIN)/python benchmarks/distributed.py --out out/benchmarks
+	$(BIN)/python benchmarks/models.py --out out/benchmarks
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
