@@ -125,6 +125,14 @@ def test_heads_and_sequence_are_split_together_on_a_mesh_of_two_dimensions(shape
         assert worst < 1e-10
 
 
+@pytest.mark.parametrize("length", [1, 3, 5])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_heads_and_sequence_are_split_together_if_ranks_have_neither(length, heads):
+    run = testing.simulate
+    options = {"schedule": "hybrid", "heads": heads, "kv_heads": 1}
+    assert compare(run, (2, 3), masks.causal(), length, **options) < 1e-10
+
+
 @pytest.mark.parametrize("schedule", ["exchange", "ring", "ulysses"])
 def test_score_functions_see_global_positions_and_heads(schedule):
     worst = compare(testing.simulate, 3, masks.causal(), 100, schedule=schedule, score_mod=alibi)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from flexcp import FlexCPError
 from flexcp.integrations import transformers as hf
@@ -37,6 +38,17 @@ def test_a_model_on_three_ranks_is_the_model_on_one(family, kind):
     expected = one_process(model, batch)
     for actual in simulate(lambda mesh: on_rank(model, mesh, batch), 3):
         assert_same(actual, expected, batch)
+
+
+@pytest.mark.parametrize("layers", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_a_model_may_make_masks_that_none_of_its_layers_uses(family, layers):
+    config = make(family).config
+    config.layer_types = [layers] * config.num_hidden_layers
+    torch.manual_seed(0)
+    model, batch = AutoModelForCausalLM.from_config(config).train(), batch_of("packed")
+    expected = one_process(model, batch)
+    assert_same(simulate(lambda mesh: on_rank(model, mesh, batch), 2)[1], expected, batch)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt-oss"])

@@ -57,7 +57,7 @@ class Swap:
         parts = [x[:, s.start : s.stop] for s in slices]
         own = len(slices[self.place])
         shapes = [(x.shape[0], own, n, *x.shape[3:]) for n in self.rows]
-        came = self._all_to_all(parts, shapes, x)
+        came = self._all_to_all(parts, shapes)
         return torch.cat(came, dim=2)
 
     def to_rows(self, x: Tensor, *, kv: bool = False) -> Tensor:
@@ -66,7 +66,7 @@ class Swap:
         parts = list(x.split(list(self.rows), dim=2))
         own = self.rows[self.place]
         shapes = [(x.shape[0], len(s), own, *x.shape[3:]) for s in slices]
-        came = self._all_to_all(parts, shapes, x)
+        came = self._all_to_all(parts, shapes)
         if not kv:
             return torch.cat(came, dim=1)
         total = x.new_zeros(x.shape[0], self.num_kv_heads, own, *x.shape[3:])
@@ -91,10 +91,7 @@ class Swap:
         each = self.heads[self.place].shared_kv(self.num_heads, self.num_kv_heads)
         return None if each is None else torch.tensor(each)
 
-    def _all_to_all(
-        self, parts: list[Tensor], shapes: list[tuple[int, ...]], like: Tensor
-    ) -> list[Tensor]:
+    def _all_to_all(self, parts: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        # Also if this rank has nothing to send or get: all members count the calls.
         contiguous = [part.contiguous() for part in parts]
-        if not any(part.numel() for part in contiguous) and not any(0 not in s for s in shapes):
-            return [like.new_empty(s) for s in shapes]
         return self.transport.all_to_all(contiguous, shapes, self.members)

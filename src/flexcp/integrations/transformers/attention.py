@@ -74,9 +74,15 @@ class LayerMask:
     A layer that is computed again in the backward pass gets the one of its own forward pass.
     """
 
-    plan: Plan
-    name: str
-    whole: bool
+    sharding: Sharding
+    """Of the forward pass that the layer is in."""
+    kind: MaskKind
+    """What the model wants. It may ask for masks that none of its layers uses."""
+
+    @property
+    def name(self) -> str:
+        """Of the mask in the plan; raises if `shard` has not planned it."""
+        return require_known(self.kind, self.sharding.names)
 
 
 def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
@@ -103,8 +109,7 @@ def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
             "pass on the position_ids of cp.shard(batch) as they are; if you do, name documents "
             "by document_ids, and give an attention_mask of ones",
         )
-    name = require_known(mask_kind(mask_function), sharding.names)
-    return LayerMask(sharding.plan, name, sharding.whole)
+    return LayerMask(sharding, mask_kind(mask_function))
 
 
 def attend(
@@ -155,10 +160,11 @@ def attend(
         raise FlexCPError(
             "no position_bias", f"one in {layer}", "run this model without context parallelism"
         )
-    query = _tuned(module, query, attention_mask.plan)
+    sharding, name = attention_mask.sharding, attention_mask.name
+    plan = sharding.plan
+    query = _tuned(module, query, plan)
     score_mod = None if softcap is None else _softcapped(softcap)
-    plan, name = attention_mask.plan, attention_mask.name
-    if attention_mask.whole:  # nothing to exchange, so nothing to pack for the way either
+    if sharding.whole:  # nothing to exchange, so nothing to pack for the way either
         out = flex_attention(
             query,
             key,
