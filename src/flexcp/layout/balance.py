@@ -17,8 +17,6 @@ _EVEN = 1.0175
 """Work that is less even than this is never left as it is."""
 _WORTH_IT = 0.995
 """Tokens leave their plain order only for a time below this fraction."""
-_ROW_BY_ROW = 1 << 16
-"""Longest sequence whose every row is looked at for the lower bound."""
 
 
 def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 512.0) -> Layout:
@@ -48,26 +46,6 @@ def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 5
         lanes = [_one_lane(grids, ranks, lane, pairs_per_row) for lane in range(elements)]
         return Layout.stacked(lanes, name="balanced")
     return _one_lane(grids, ranks, None, pairs_per_row)
-
-
-def imbalance_bound(work: Work, ranks: int) -> float:
-    """The least max/mean work of any layout whose token counts differ by less than a block.
-
-    Some rank has the heaviest row, and at least the lightest rows besides. Long sequences are
-    looked at block by block, which makes the bound a little lower than it could be.
-    """
-    total = int(work.before[-1])
-    if total == 0:
-        return 1.0
-    others = max(0, work.seq_len // ranks - work.block)  # besides the heaviest row
-    if work.seq_len <= _ROW_BY_ROW:
-        rows = work.tokens(torch.arange(work.blocks.numel())).reshape(-1)[: work.seq_len]
-        heaviest, lightest = int(rows.max()), int(rows.sort().values[:others].sum())
-    else:
-        top = torch.topk(work.blocks, min(4, work.blocks.numel())).indices.sort().values
-        heaviest = int(work.tokens(top).max())
-        lightest = int(work.blocks.sort().values[: others // work.block].sum())
-    return max(1.0, (heaviest + lightest) * ranks / total)
 
 
 def _elements(grid: BlockGrid) -> int:

@@ -19,6 +19,7 @@ import torch
 
 from flexcp.layout.filling import Filling, Taken
 from flexcp.layout.layout import Layout
+from flexcp.layout.level import levelled
 from flexcp.layout.policies import joined
 from flexcp.layout.repair import repaired
 from flexcp.layout.units import Group, make_groups
@@ -66,6 +67,8 @@ def fold(work: Work, ranks: int, *, exact_counts: bool = False) -> Layout:
     tensor([ 8,  9, 10, 11, 12, 13, 14, 15, 48, 49, 50, 51, 52, 53, 54, 55])
     """
     best = _best(make_groups(work, ranks), work, ranks, exact_counts)
+    if _badness(best, work, ranks)[0]:
+        best = levelled(best, work.block, exact_counts=exact_counts)
     pieces = [
         piece
         for rank, own in enumerate(best)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexcp.blocks import BlockGrid
 from flexcp.layout import area_per_rank
-from flexcp.layout.balance import imbalance_bound
+from flexcp.layout.bound import imbalance_bound
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost
 from flexcp.plan.shape import AttentionShape

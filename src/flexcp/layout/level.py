@@ -1,0 +1,268 @@
+"""Making work even, row by row, where few rows are so heavy that ranks were not filled evenly.
+
+A rank with a very heavy row (one that sees everything, say) needs fewer rows than others, and
+lighter ones. Filling one rank after the other gives most of the light rows to the first of them.
+Here the rank with most work moves rows to others, or exchanges dense rows for sparse ones, until
+no rank has much more than the mean or nothing helps any more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from flexcp.layout.filling import Taken
+from flexcp.layout.units import Group, Unit
+
+_GOAL = 256
+"""Work that exceeds the mean by less than this fraction is left alone."""
+_STEP = 1 << 16
+"""Changes that lower the most work by less than this fraction of the mean are not made."""
+_TURNS = 8
+"""Changes that are made at most, in multiples of the ranks there are."""
+_DENSE = 16
+"""Rows with this many times the work of the mean row make a rank want fewer rows."""
+_FEWER = 8
+"""A rank never has fewer rows than the mean by more than this fraction of it."""
+
+_Sorted = tuple[float, int, Group, Unit]
+"""Work per row, first row, and what they are: in this order."""
+
+
+@dataclass(eq=False)
+class _Rank:
+    """What one rank has, the sparsest rows first."""
+
+    rows: list[_Sorted] = field(default_factory=list)
+    groups: Counter[int] = field(default_factory=Counter)
+    """How many pieces it has of each group."""
+    area: int = 0
+    tokens: int = 0
+
+    def add(self, group: Group, unit: Unit) -> None:
+        """Gets rows."""
+        insort(self.rows, (unit.area / unit.tokens, unit.start, group, unit), key=lambda x: x[:2])
+        self.groups[group.number] += 1
+        self.area += unit.area
+        self.tokens += unit.tokens
+
+    def give(self, place: int, tokens: int, to: _Rank) -> None:
+        """Gives some rows of a piece to another rank."""
+        _, _, group, unit = self.rows[place]
+        part = unit.take(tokens, from_end=True)
+        if unit.tokens == 0:
+            del self.rows[place]
+            self.groups[group.number] -= 1
+        self.area -= part.area
+        self.tokens -= part.tokens
+        to.add(group, part)
+
+    def denser_than(self, density: float) -> int:
+        """How many rows have more work."""
+        return sum(unit.tokens for dense, _, _, unit in self.rows if dense > density)
+
+    @property
+    def taken(self) -> list[Taken]:
+        """Its rows, and where they are from."""
+        return [(group, unit) for _, _, group, unit in self.rows]
+
+    def knows(self, group: Group) -> bool:
+        """Whether it makes little difference to have more rows of a group."""
+        return group.small or self.groups[group.number] > 0
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What may change."""
+
+    mean: float
+    """Work of the mean rank."""
+    fewest: int
+    """Rows of a rank."""
+    most: int
+    densest: float
+    """Rows with more work each stay where they are."""
+    strangers: bool = False
+    """Whether ranks get rows of groups that they have none of, which means more to receive."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Rows of the rank with most work that another takes, for as many or for none."""
+
+    most: float
+    """Work of the one of both that then has more."""
+    to: int
+    place: int
+    tokens: int
+    back: int | None
+    """What comes back for them."""
+
+
+def levelled(parts: list[list[Taken]], block: int, *, exact_counts: bool) -> list[list[Taken]]:
+    """The same rows, dealt out so that the rank with most work has less.
+
+    Args:
+        parts: What each rank has.
+        block: By how much token counts may differ.
+        exact_counts: They stay as they are.
+    """
+    first = _levelled(parts, block, exact_counts, spread=False)
+    if _most(first) * _GOAL <= sum(rank.area for rank in first) / len(first) * (_GOAL + 1):
+        return [rank.taken for rank in first]
+    second = _levelled(parts, block, exact_counts, spread=True)
+    return [rank.taken for rank in min(first, second, key=_most)]
+
+
+def _most(ranks: list[_Rank]) -> int:
+    return max(rank.area for rank in ranks)
+
+
+def _levelled(
+    parts: list[list[Taken]], block: int, exact_counts: bool, *, spread: bool
+) -> list[_Rank]:
+    """Starts from the ranks as they are, or with very dense rows spread over all of them."""
+    ranks = [_Rank() for _ in parts]
+    for rank, own in zip(ranks, parts, strict=True):
+        for group, unit in own:
+            rank.add(group, unit.copy())
+    rows, area = sum(r.tokens for r in ranks), sum(r.area for r in ranks)
+    dense, mean = _DENSE * area / max(1, rows), area / len(ranks)
+    if spread:
+        _spread(ranks, dense)
+    fewest, most = (0, 0) if exact_counts else _limits(ranks, dense, block)
+    if not exact_counts:
+        _keep_to(ranks, fewest, most)
+    rules = _Rules(mean, fewest, most, dense if spread else float("inf"))
+    turns = _TURNS * len(ranks)
+    for strangers in (False, True):
+        rules = replace(rules, strangers=strangers)
+        while turns > 0 and (made := _relieved(ranks, rules)):
+            turns -= made
+    return ranks
+
+
+def _spread(ranks: list[_Rank], dense: float) -> None:
+    """Ranks with two very dense rows more than others exchange one for a row like most."""
+    counts = [rank.denser_than(dense) for rank in ranks]
+    for _ in range(sum(counts)):
+        most = max(range(len(ranks)), key=lambda i: (counts[i], -i))
+        fewest = min(range(len(ranks)), key=lambda i: (counts[i], ranks[i].area, i))
+        place = bisect_right(ranks[fewest].rows, dense, key=lambda x: x[0]) - 1
+        if counts[most] - counts[fewest] < 2 or place < 0:
+            return
+        _make(ranks[most], ranks[fewest], _Change(0, fewest, len(ranks[most].rows) - 1, 1, place))
+        counts[most] -= 1
+        counts[fewest] += 1
+
+
+def _relieved(ranks: list[_Rank], rules: _Rules) -> int:
+    """Lowers the work of every rank that has too much, as far as it goes; returns the changes.
+
+    What one rank could not get rid of may go once others have been relieved.
+    """
+    made = 0
+    enough = rules.mean * (_GOAL + 1) / _GOAL
+    for high in sorted(range(len(ranks)), key=lambda i: (-ranks[i].area, i)):
+        while ranks[high].area > enough and made < len(ranks):
+            change = _best_change(ranks, high, rules)
+            if change is None:
+                break
+            _make(ranks[high], ranks[change.to], change)
+            made += 1
+    return made
+
+
+def _limits(ranks: list[_Rank], dense: float, block: int) -> tuple[int, int]:
+    """The fewest and the most rows, as suits the number of ranks that want fewer than others."""
+    rows = sum(rank.tokens for rank in ranks)
+    wanting = sum(rank.denser_than(dense) for rank in ranks)
+    if not 0 < wanting < len(ranks):
+        wanting = -(-len(ranks) // 2)
+    fewest = -(-(rows - (len(ranks) - wanting) * block) // len(ranks))
+    even = rows // len(ranks)
+    fewest = max(fewest, even - even // _FEWER, 0)
+    return fewest, max(fewest + block, -(-rows // len(ranks)))
+
+
+def _keep_to(ranks: list[_Rank], fewest: int, most: int) -> None:
+    """Rows in excess go to the ranks with least work, missing ones come from those with most."""
+    for rank in ranks:
+        while rank.tokens > most:
+            taker = min((r for r in ranks if r.tokens < most), key=lambda r: r.area)
+            tokens = min(rank.tokens - most, most - taker.tokens, rank.rows[0][3].tokens)
+            rank.give(0, tokens, taker)
+    for rank in ranks:
+        while rank.tokens < fewest:
+            giver = max((r for r in ranks if r.tokens > fewest), key=lambda r: r.area)
+            tokens = min(fewest - rank.tokens, giver.tokens - fewest, giver.rows[0][3].tokens)
+            giver.give(0, tokens, rank)
+
+
+def _best_change(ranks: list[_Rank], high: int, rules: _Rules) -> _Change | None:
+    """What lowers the work of a rank most, without giving another as much."""
+    best: _Change | None = None
+    giver = ranks[high]
+    least = giver.area - rules.mean / _STEP
+    for to, taker in enumerate(ranks):
+        if taker.area >= least:
+            continue
+        for change in (_moved(giver, taker, to, rules), _exchanged(giver, taker, to, rules)):
+            if change and change.most < (best.most if best else least):
+                best = change
+    return best
+
+
+def _moved(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | None:
+    """Gives rows for nothing, as counts allow."""
+    room = min(giver.tokens - rules.fewest, rules.most - taker.tokens)
+    if room <= 0:
+        return None
+    wish = _wish(giver, taker, rules.mean)
+    place = _dense_rows(giver, taker, 2 * wish, rules)
+    if place is None or giver.rows[place][0] <= 0:
+        return None
+    density, _, _, unit = giver.rows[place]
+    tokens = min(room, unit.tokens, max(1, int(wish / density)))
+    most = max(giver.area - tokens * density, taker.area + tokens * density)
+    return _Change(most, to, place, tokens, None)
+
+
+def _exchanged(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | None:
+    """Gives dense rows for the sparsest."""
+    wish = _wish(giver, taker, rules.mean)
+    known = (i for i, x in enumerate(taker.rows) if rules.strangers or giver.knows(x[2]))
+    back = next(known, None)
+    if back is None:
+        return None
+    sparse, _, _, unit = taker.rows[back]
+    place = _dense_rows(giver, taker, sparse + 2 * wish, rules)
+    if place is None or giver.rows[place][0] <= sparse:
+        return None
+    density, _, _, given = giver.rows[place]
+    gain = density - sparse
+    tokens = min(unit.tokens, given.tokens, max(1, int(wish / gain)))
+    most = max(giver.area - tokens * gain, taker.area + tokens * gain)
+    return _Change(most, to, place, tokens, back)
+
+
+def _dense_rows(giver: _Rank, taker: _Rank, limit: float, rules: _Rules) -> int | None:
+    """The densest rows up to a limit that another may take."""
+    top = bisect_right(giver.rows, min(limit, rules.densest), key=lambda x: x[0])
+    places = range(top - 1, -1, -1)
+    return next((i for i in places if rules.strangers or taker.knows(giver.rows[i][2])), None)
+
+
+def _wish(giver: _Rank, taker: _Rank, mean: float) -> float:
+    """Work that should change hands: until one has the mean, or both have the same."""
+    return min(giver.area - mean, (giver.area - taker.area) / 2)
+
+
+def _make(giver: _Rank, taker: _Rank, change: _Change) -> None:
+    if change.back is None:
+        giver.give(change.place, change.tokens, taker)
+        return
+    back = taker.rows[change.back]
+    giver.give(change.place, change.tokens, taker)
+    taker.give(taker.rows.index(back), change.tokens, giver)
