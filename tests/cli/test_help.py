@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -65,6 +66,24 @@ def test_debug_shows_where_an_error_came_from():
     run = flexcp("plan", "causal", "--tokens", "1K", "--layout", "round", "--debug", code=1)
     assert "Traceback" in run.stderr
     assert "FlexCPError: expected a layout" in run.stderr
+
+
+def test_errors_of_ones_own_code_are_named_and_are_no_verdict(tmp_path):
+    (tmp_path / "mine.py").write_text("def make():\n    raise ValueError('no luck')\n")
+    (tmp_path / "broken.py").write_text("def make(:\n")
+    run = flexcp("plan", "mine:make", "--tokens", "1K", code=2, cwd=tmp_path)
+    assert "ValueError: no luck (" in run.stderr
+    assert "mine.py:2); pass --debug" in run.stderr
+    run = flexcp("plan", "broken:make", "--tokens", "1K", code=2, cwd=tmp_path)
+    assert "SyntaxError: invalid syntax (broken.py, line 1); pass --debug" in run.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_does_not_ask_for_values_of_flags(command):
+    lines = flexcp(command, "--help", env=os.environ | {"COLUMNS": "120"}).stdout.splitlines()
+    flags = [line for line in lines if "--json" in line or "--debug" in line]
+    assert len(flags) == 2
+    assert not any("bool" in line.lower() for line in flags)
 
 
 def test_a_wrong_size_names_its_option():

@@ -9,6 +9,7 @@ import pytest
 
 from flexcp import make_plan, masks
 from flexcp.plan import Plan
+from flexcp.viz.strategies import chosen_strategy
 
 SMALL = ("--heads", 4, "--head-dim", 32)
 
@@ -33,7 +34,10 @@ def test_people_read_the_choice_the_reasons_and_the_alternatives(flexcp):
     assert "The mask allows 50.0% of all pairs" in out
     assert "Contiguous ring" in out
     assert "Also priced" in out
-    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["0", "1", "2"]
+    assert [line.split()[0] for line in out.splitlines()[-4:-1]] == ["0", "1", "2"]
+    assert "received, forward" in out
+    assert "received*" in out
+    assert out.splitlines()[-1].strip() == "* forward and backward"
     assert "\x1b" not in out
 
 
@@ -43,12 +47,23 @@ def test_many_ranks_are_shown_as_one_character_each(flexcp):
     assert sum(c in "▁▂▃▄▅▆▇█" for c in work) == 40
 
 
-def test_numbers_are_whole_in_narrow_terminals(flexcp, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    args = ("--tokens", "16K", "--ranks", 64, "--heads", 32)
+@pytest.mark.parametrize("width", [48, 60, 80, 100])
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_names_and_numbers_are_whole_in_narrow_terminals(flexcp, monkeypatch, width, ranks):
+    monkeypatch.setenv("COLUMNS", str(width))
+    args = ("--tokens", "16K", "--ranks", ranks, "--heads", 32)
     out = flexcp("plan", "causal & documents(800)", *args).out
     assert "…" not in out
-    assert max(map(len, out.splitlines())) <= 80
+    assert "strategy" in out
+    assert "Contiguous ring" in out
+    assert max(map(len, out.splitlines())) <= width
+
+
+def test_a_plan_that_is_not_the_cheapest_says_why(flexcp):
+    out = flexcp("plan", "causal", "--tokens", "64K", "--ranks", 4).out
+    about = chosen_strategy(make_plan(masks.causal(), 1 << 16, 4, num_heads=32, head_dim=128)).about
+    assert "The cheaper ones hold more rows" in " ".join(out.split())
+    assert "hardly slower than the cheapest" in about
 
 
 @pytest.mark.parametrize(
@@ -246,6 +261,10 @@ def test_several_masks_share_one_layout(flexcp):
         (("causal", "--machine", "abacus"), "expected a machine among cpu-gloo"),
         (("causal", "--schedule", "hybrid"), "such as (4, 2)"),
         (("causal", "--html", "/dev/null/x.html"), "a file that can be written"),
+        (("causal", "--svg", "x.pdf"), "expected a file that ends in .svg, got 'x.pdf'"),
+        (("causal", "--tokens", "0"), "expected at least one token, got 0"),
+        (("causal", "--tokens", "900000G"), "expected a request that fits into memory, got can't"),
+        (("sliding_window(-3)",), "expected left to be an integer of at least 0, got -3;"),
     ],
 )
 def test_bad_requests_are_explained(flexcp, args, message):
@@ -256,7 +275,9 @@ def test_a_mesh_of_two_dimensions_is_groups_by_ranks(flexcp):
     found = summary(flexcp, "causal", "--tokens", "4K", "--ranks", "3x2", "--schedule", "hybrid")
     assert found["ranks"] == [3, 2]
     assert found["chosen"]["heads_shared_by"] == {"": 2}
-    assert "such as 8x8" in flexcp("plan", "causal", "--ranks", "2x2x2", code=2).err
+    for wrong in ("2x2x2", "2x", "0", "x"):
+        said = flexcp("plan", "causal", "--ranks", wrong, code=2).err
+        assert f"such as 8x8, got '{wrong}'" in " ".join(said.replace("│", "").split())
 
 
 def test_check_proves_the_plan_and_says_so(flexcp, monkeypatch):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flexcp import testing
@@ -130,7 +131,8 @@ def test_one_rank_is_this_process():
     assert Path("out", "loss.svg").read_text().startswith("<svg")
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     again = run_here(*SIZES, "--ranks", "1")
-    assert "Going on after step 6" in again
+    assert "The run in out has ended with step 6: nothing is left to do" in " ".join(again.split())
+    assert "Written" not in again
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,12 @@ def test_impossible_settings_are_refused_before_anything_starts(args, message):
     with pytest.raises(ValueError, match=message):
         run_here(*SIZES, *args)
     assert not Path("out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_machine_without_cuda_says_so():
+    with pytest.raises(ValueError, match="a CUDA device for every process of a machine, got 0"):
+        run_here(*SIZES, "--ranks", "1", "--device", "cuda")
 
 
 def test_ranks_that_contradict_the_launcher_are_refused(monkeypatch):

@@ -17,17 +17,19 @@ import typer
 
 from flexcp.cli.bench_results import Comparison, compare, figures_of, is_ours, load_run
 from flexcp.cli.files import writing
-from flexcp.cli.options import Debug, Json
+from flexcp.cli.options import FLAG, Debug, Json
 from flexcp.errors import FlexCPError
 
 
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Which benchmarks; all if none is named.", show_default=False),
+        typer.Argument(
+            metavar="NAME...", help="Which benchmarks; all if none is named.", show_default=False
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller cases, fewer repetitions.")
+        bool, typer.Option("--quick", metavar=FLAG, help="Smaller cases, fewer repetitions.")
     ] = False,
     save: Annotated[
         Path | None, typer.Option(help="Write the results.", show_default=False)
@@ -48,7 +50,9 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Only say which there are.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", metavar=FLAG, help="Only say which there are.")
+    ] = False,
     folder: Annotated[
         Path | None,
         typer.Option(help="Where the benchmarks are, if not in this checkout.", show_default=False),

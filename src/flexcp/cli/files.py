@@ -9,6 +9,20 @@ from pathlib import Path
 from flexcp.errors import FlexCPError
 
 
+def require_ending(path: Path | None, *endings: str) -> None:
+    """Raises if a file's name says that it is something else than what would be written.
+
+    >>> require_ending(Path("plan.pdf"), ".svg")
+    Traceback (most recent call last):
+    ...
+    flexcp.errors.FlexCPError: expected a file that ends in .svg, got 'plan.pdf'; name one
+    """
+    if path is not None and path.suffix not in endings:
+        raise FlexCPError(
+            f"a file that ends in {' or '.join(endings)}", repr(str(path)), "name one"
+        )
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns what goes wrong with a file into a message; folders are made."""

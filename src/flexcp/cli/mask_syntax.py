@@ -228,7 +228,7 @@ class _Reader:
 
 
 def _number_or_text(token: str) -> Value:
-    for number in (parse_size, float):
+    for number in (parse_size, int, float):
         try:
             return number(token)
         except ValueError:

@@ -47,9 +47,12 @@ def read_mask(text: str, tokens: int | None) -> Read:
     """
     tree = parse_mask(text)
     builder = _Builder(text, tokens)
-    builder.tokens = builder.tokens or builder.length_of(tree)
+    if tokens is None:
+        builder.tokens = builder.length_of(tree)
     if builder.tokens is None:
         raise FlexCPError("a sequence length", "none", "pass --tokens, such as --tokens 128K")
+    if builder.tokens < 1:
+        raise FlexCPError("at least one token", f"{builder.tokens}", "such as --tokens 128K")
     mask = builder.mask(tree)
     return Read(mask, builder.tokens, tuple(builder.notes))
 

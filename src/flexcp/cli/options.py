@@ -20,11 +20,19 @@ def size_of_option(text: str | int) -> int:
 
 def mesh_of_option(text: str) -> int | tuple[int, ...]:
     """A number of ranks, or groups x ranks that share heads."""
-    sizes = tuple(size_of_option(part) for part in str(text).lower().split("x"))
-    if len(sizes) > 2 or min(sizes) < 1:
-        raise typer.BadParameter("expected a number such as 64, or groups x ranks such as 8x8")
+    try:
+        sizes = tuple(parse_size(part) for part in str(text).lower().split("x"))
+    except FlexCPError:
+        sizes = ()
+    if len(sizes) not in (1, 2) or min(sizes) < 1:
+        raise typer.BadParameter(
+            f"expected a number such as 64, or groups x ranks such as 8x8, got {text!r}"
+        )
     return sizes if len(sizes) == 2 else sizes[0]
 
+
+FLAG = ""
+"""What help says of the value of an option that has none."""
 
 MASK_HELP = (
     "A mask: `causal`, `causal & sliding_window(4096)`, `causal & document(lengths.csv)`, "
@@ -62,7 +70,10 @@ BlockSize = Annotated[
     int, typer.Option(parser=size_of_option, metavar="SIZE", help="Tokens of a tile's side.")
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Batch elements.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON, for programs.")]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Other")
+    bool,
+    typer.Option(
+        "--debug", metavar=FLAG, help="Show the traceback of an error.", rich_help_panel="Other"
+    ),
 ]

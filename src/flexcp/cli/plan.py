@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.cli.options import (
+    FLAG,
     MASK_HELP,
     Batch,
     BlockSize,
@@ -61,7 +62,10 @@ def plan(
         str, typer.Option(help="auto, exchange, ring, allgather, ulysses or hybrid.")
     ] = "auto",
     check: Annotated[
-        bool, typer.Option("--check", help="Prove that the schedule is a correct attention.")
+        bool,
+        typer.Option(
+            "--check", metavar=FLAG, help="Prove that the schedule is a correct attention."
+        ),
     ] = False,
     html: Annotated[
         Path | None,
@@ -82,10 +86,12 @@ def plan(
 
     Needs no GPU and no process group: a laptop plans a million tokens on 64 ranks.
     """
-    from flexcp.cli.files import writing
+    from flexcp.cli.files import require_ending, writing
     from flexcp.cli.masks import read_masks
     from flexcp.cli.output import console, note, print_json
 
+    require_ending(html, ".html", ".htm")
+    require_ending(svg, ".svg")
     masks, length, notes = read_masks(mask, named or [], tokens)
     from flexcp.cli.dtypes import dtype_of
     from flexcp.plan import Machine, make_plan

@@ -19,6 +19,8 @@ _STEPS = " ▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉█"
 _TABLE_RANKS = 16
 """Ranks up to which each has a line."""
+_WIDE = 80
+"""Columns from which there is room for all of a table."""
 
 
 def bar(share: float, width: int) -> str:
@@ -70,7 +72,7 @@ def print_plan(out: Console, found: Sequence[Strategy], why: Sequence[str], titl
     out.print(bullets)
     if len(found) > 1:
         out.print()
-        out.print(_strategies(found))
+        out.print(_strategies(found, out.width))
     if len(plan.considered) > 1:
         out.print()
         out.print(_considered(plan))
@@ -78,7 +80,9 @@ def print_plan(out: Console, found: Sequence[Strategy], why: Sequence[str], titl
     out.print(_ranks(plan, out.width))
 
 
-def _strategies(found: Sequence[Strategy]) -> Table:
+def _strategies(found: Sequence[Strategy], width: int) -> Table:
+    if width < _WIDE + 16:  # the longest names need as much
+        return _narrow_strategies(found)
     slowest = max(s.plan.stats().predicted_seconds for s in found)
     fastest = found[0].plan.stats().predicted_seconds
     table = _table("strategy", "predicted", "", "×", "busiest rank", "received, forward")
@@ -97,12 +101,33 @@ def _strategies(found: Sequence[Strategy]) -> Table:
     return table
 
 
+def _narrow_strategies(found: Sequence[Strategy]) -> Table:
+    """Without bars, and with short headings: a name must not give way to them."""
+    table = _table("strategy", "predicted", "busiest", "received")
+    table.columns[0].justify = "left"
+    for i, one in enumerate(found):
+        stats = one.plan.stats()
+        table.add_row(
+            one.name,
+            format_seconds(stats.predicted_seconds),
+            f"{stats.imbalance:.2f} ×",
+            format_bytes(max(stats.bytes_received_per_rank)),
+            style="bold" if i == 0 else None,
+        )
+    table.caption = "received: forward, at most"
+    table.caption_justify = "left"
+    return table
+
+
 def _considered(plan: Plan) -> Text:
     """The planner's own candidates, the best few."""
     shown = plan.considered[1:5]
     rest = len(plan.considered) - 1 - len(shown)
     text = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in shown)
-    return Text(f"Also priced: {text}" + (f", and {rest} more." if rest > 0 else "."), "dim")
+    text = f"Also priced: {text}" + (f", and {rest} more." if rest > 0 else ".")
+    if min(seconds for _, seconds in shown) < plan.considered[0][1]:
+        text += " The cheaper ones hold more rows of others until the backward pass."
+    return Text(text, "dim")
 
 
 def _ranks(plan: Plan, width: int) -> Table:
@@ -118,21 +143,23 @@ def _ranks(plan: Plan, width: int) -> Table:
             (
                 ("tokens", tokens, format_count),
                 ("work, pairs", stats.area_per_rank, format_count),
-                ("received", received, format_bytes),
+                ("received*", received, format_bytes),
             ),
-            64 if width >= 108 else 32,
+            64 if width >= 108 else 32 if width >= 72 else 16 if width >= 56 else 8,
         )
-    table = _table("rank", "tokens", "work, pairs", "", "received", "")
+    bars = 16 if width >= _WIDE else max(0, min(16, (width - 44) // 2))
+    table = _table("rank", "tokens", "work, pairs", "", "received*", "")
     table.columns[3].justify = table.columns[5].justify = "left"
+    _explain_received(table)
     most_work, most_bytes = max(stats.area_per_rank) or 1, max(received) or 1
     for rank, area in enumerate(stats.area_per_rank):
         table.add_row(
             str(rank),
             f"{tokens[rank]:,}",
             format_count(area),
-            Text(bar(area / most_work, 16), "blue"),
+            Text(bar(area / most_work, bars), "blue"),
             format_bytes(received[rank]),
-            Text(bar(received[rank] / most_bytes, 16), "magenta"),
+            Text(bar(received[rank] / most_bytes, bars), "magenta"),
         )
     return table
 
@@ -152,7 +179,13 @@ def _compact(rows: Sequence[tuple[str, Sequence[int], object]], per_line: int) -
             formatted(sum(values) / len(values)),
             formatted(top),
         )
+    _explain_received(table)
     return table
+
+
+def _explain_received(table: Table) -> None:
+    table.caption = "* forward and backward"
+    table.caption_justify = "left"
 
 
 def _table(*header: str) -> Table:

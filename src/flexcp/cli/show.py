@@ -63,7 +63,9 @@ def show(
     With --ranks, tiles have the colour of the rank that computes them. Pipes and NO_COLOR get
     plain characters: shades, or a digit or letter for each rank.
     """
-    _require_suffix(out)
+    from flexcp.cli.files import require_ending
+
+    require_ending(out, ".png", ".svg")
     from flexcp.cli.masks import read_mask
     from flexcp.cli.output import note, print_json
 
@@ -186,11 +188,6 @@ def _suitable_block(tokens: int) -> int:
     while block > 1 and tokens / block < _TILES:
         block //= 2
     return block
-
-
-def _require_suffix(out: Path | None) -> None:
-    if out is not None and out.suffix not in (".png", ".svg"):
-        raise FlexCPError("a file that ends in .png or .svg", repr(str(out)), "name one")
 
 
 def _require_plane(grid: BlockGrid, element: int, head: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexcp.cli.options import Debug, Json, mesh_of_option, size_of_option
+from flexcp.cli.options import FLAG, Debug, Json, mesh_of_option, size_of_option
 from flexcp.errors import FlexCPError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def train(
         bool,
         typer.Option(
             "--compare",
+            metavar=FLAG,
             help="Repeat every step in one process, and compare the loss and all gradients; the "
             "exit code is 1 if they differ by more than rounding.",
         ),
@@ -98,7 +99,9 @@ def train(
     ] = "out/train",
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Begin anew all the same.", rich_help_panel=_PLACE),
+        typer.Option(
+            "--restart", metavar=FLAG, help="Begin anew all the same.", rich_help_panel=_PLACE
+        ),
     ] = False,
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints.", rich_help_panel=_PLACE)

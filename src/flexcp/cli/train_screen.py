@@ -82,7 +82,8 @@ class Screen:
     def _start(self, run: Started) -> None:
         print_ = self._console.print
         print_(
-            f"A transformer of {run.parameters:,} parameters, {run.documents:,} documents of "
+            f"A transformer of {run.parameters:,} parameters, {run.documents:,} "
+            f"document{'s' * (run.documents != 1)} of "
             f"{format_count(run.epoch_tokens)} tokens"
         )
         size = format_size(run.tokens_per_step)
@@ -90,7 +91,12 @@ class Screen:
             print_(f"{run.ranks} ranks share each step's {size} tokens: {run.layout}")
         else:
             print_(f"One process, {size} tokens a step")
-        if run.done:
+        if run.done >= run.steps:
+            print_(
+                f"The run in {run.out} has ended with step {run.done:,}: nothing is left to do. "
+                "Choose another --out, or pass --restart to begin anew"
+            )
+        elif run.done:
             print_(f"Going on after step {run.done:,}, from the checkpoint in {run.out}")
         self._move(run.done, "")
 
@@ -140,7 +146,7 @@ class Screen:
             held_out = "" if run.eval_loss is None else f", held out {run.eval_loss:.3f}"
             print_(
                 f"\nLoss {run.first_loss:.3f} → {run.last_loss:.3f} in {run.step:,} steps"
-                f"{held_out}  {sparkline(self._losses, 32)}"
+                f"{held_out}  {sparkline(self._losses, 32)}".rstrip()
             )
         if run.tokens_per_second is not None and run.planning_share is not None:
             print_(
@@ -149,7 +155,7 @@ class Screen:
             )
         if self._worst is not None:
             self._verdict(run, self._worst)
-        print_(f"Written: {', '.join(run.files)}")
+        print_(f"{'Written' if self._losses else 'Files'}: {', '.join(run.files)}")
         if run.step < run.steps:
             print_(
                 f"Stopped after step {run.step:,} of {run.steps:,}. The same command goes on from "

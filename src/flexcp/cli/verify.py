@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexcp.cli.options import Debug, Json, Tokens
+from flexcp.cli.options import FLAG, Debug, Json, Tokens
 from flexcp.errors import FlexCPError
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def verify(
     layout: Annotated[str, typer.Option(help="As for `flexcp plan`; without --step.")] = "auto",
     schedule: Annotated[str, typer.Option(help="As for `flexcp plan`; without --step.")] = "auto",
     real: Annotated[
-        bool, typer.Option("--real", help="Ranks are processes over gloo, not simulated.")
+        bool,
+        typer.Option("--real", metavar=FLAG, help="Ranks are processes over gloo, not simulated."),
     ] = False,
     seed: Annotated[int, typer.Option(help="For weights and tokens.")] = 0,
     as_json: Json = False,

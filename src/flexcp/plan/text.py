@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flexcp.schedule import Pass, Schedule, Transfers
+from flexcp.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
@@ -26,22 +27,23 @@ def explain(plan: Plan) -> str:
         f"  rows    {max(stats.tokens_received_per_rank):,} of K and V at most are received, "
         f"{sum(stats.tokens_received_per_rank) / layout.ranks:,.0f} on average; "
         f"{stats.received_fraction:.3f} of what an all-gather brings",
-        f"  bytes   {_bytes(max(stats.bytes_received_per_rank))} forward, "
-        f"{_bytes(max(stats.backward_bytes_received_per_rank))} backward, at most",
-        f"  memory  {_bytes(max(stats.bytes_held_per_rank))} of what others sent is held at once, "
-        f"{_how_long(plan)}",
+        f"  bytes   {format_bytes(max(stats.bytes_received_per_rank))} forward, "
+        f"{format_bytes(max(stats.backward_bytes_received_per_rank))} backward, at most",
+        f"  memory  {format_bytes(max(stats.bytes_held_per_rank))} of what others sent is held at "
+        f"once, {_how_long(plan)}",
         "",
     ]
     for name, schedule in plan.schedules.items():
         cost = plan.costs[name]
         mask = f" for {name}" if name else f" for {plan.grids[name].mask.name}"
         lines.append(
-            f"Schedule {_schedule_text(schedule)}{mask}: {_seconds(cost.forward)} forward, "
-            f"{_seconds(cost.backward)} backward, of which {_seconds(cost.compute)} is compute"
+            f"Schedule {_schedule_text(schedule)}{mask}: {format_seconds(cost.forward)} forward, "
+            f"{format_seconds(cost.backward)} backward, of which "
+            f"{format_seconds(cost.compute)} is compute"
         )
     lines += ["", "Considered (predicted time of all masks, forward and backward):"]
     for i, (name, seconds) in enumerate(plan.considered):
-        lines.append(f"  {'->' if i == 0 else '  '} {_seconds(seconds):>10}  {name}")
+        lines.append(f"  {'->' if i == 0 else '  '} {format_seconds(seconds):>10}  {name}")
     return "\n".join(lines)
 
 
@@ -57,22 +59,6 @@ def _schedule_text(schedule: Schedule) -> str:
     if schedule.inner > 1:
         text += f", heads shared by {schedule.inner} ranks, {schedule.groups.ranks} groups"
     return text
-
-
-def _seconds(value: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 1 or unit == "us":
-            return f"{value * factor:.3g} {unit}"
-    return ""
-
-
-def _bytes(value: int) -> str:
-    size = float(value)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def plan_as_data(plan: Plan) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def train(
     """
     team = Team(mesh)
     config.require_ranks(team.size)
+    require_device(config)
     corpus = load_corpus(config.data, config.seed, longest=config.document_tokens)
     with ExitStack() as reservation:
         found = _open(config, corpus, team, reservation)
@@ -64,6 +65,16 @@ def train(
             found.restore(model, optimizer)
         run = _Run(config, team, corpus, model, optimizer, listen if team.leads else ignore)
         return run.steps(0 if found is None else found.step, should_stop)
+
+
+def require_device(config: TrainConfig, local_rank: int = 0) -> None:
+    """Raises if this process, the `local_rank`-th of its machine, has no device of its own."""
+    if config.device == "cuda" and torch.cuda.device_count() <= local_rank:
+        raise FlexCPError(
+            "a CUDA device for every process of a machine",
+            f"{torch.cuda.device_count()} for process {local_rank + 1}",
+            "pass --device cpu, or fewer --ranks",
+        )
 
 
 def _open(

@@ -22,7 +22,7 @@ from flexcp.errors import FlexCPError
 from flexcp.testing.processes import is_consequence
 from flexcp.training.config import TrainConfig
 from flexcp.training.events import Event, Failed, Finished, Listener, to_line
-from flexcp.training.loop import train
+from flexcp.training.loop import require_device, train
 
 _LONGEST = 1000
 """Characters of a message: what ranks write to one pipe must not mix."""
@@ -34,6 +34,7 @@ def train_on_ranks(
     """Trains as one of the ranks that torchrun, or a cluster, has started."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if config.device == "cuda":
+        require_device(config, local_rank)
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
     try:
