@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTED = (
+    "flexcp", "flexcp.testing", "flexcp.verification", "flexcp.training", "flexcp.viz",
+    "flexcp.integrations.transformers",
+)  # fmt: skip
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -33,3 +39,26 @@ def test_no_page_is_empty():
 def test_every_page_is_in_the_menu_of_the_site():
     menu = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     assert [page.name for page in PAGES[1:] if f": {page.name}" not in menu] == []
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_every_public_name_is_in_the_reference(module):
+    page = (ROOT / "docs" / "reference.md").read_text()
+    listed = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+    for members in re.findall(r"members: \[(.*)\]", page):
+        listed |= {name.strip() for name in members.split(",")}
+    names = {path.rpartition(".")[2] for path in listed}
+    home = importlib.import_module(module)
+    public = [name for name in home.__all__ if not name.isupper()]  # constants explain nothing
+    things = [name for name in public if not isinstance(getattr(home, name), ModuleType)]
+    assert [name for name in things if name not in names] == []
+
+
+def test_the_page_of_the_command_line_names_every_command_and_exit_code():
+    from flexcp.cli.app import app
+
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for command in app.registered_commands:
+        assert f"| `flexcp {command.name}` |" in page
+        assert f"## `flexcp {command.name}`" in page
+    assert all(f"| {code} |" in page for code in (0, 1, 2, 130))

@@ -125,6 +125,7 @@ class Failed:
 
 
 Event = Started | Stepped | Evaluated | Compared | Saved | Finished | Failed
+"""What a run reports, as it happens."""
 Listener = Callable[[Event], None]
 _KINDS: dict[str, Any] = {
     kind.__name__.lower(): kind
