@@ -19,7 +19,7 @@ import torch
 
 from flexcp.layout.filling import Filling, Taken
 from flexcp.layout.layout import Layout
-from flexcp.layout.level import levelled
+from flexcp.layout.level import exchanged, levelled
 from flexcp.layout.policies import joined
 from flexcp.layout.repair import repaired
 from flexcp.layout.units import Group, make_groups
@@ -98,16 +98,21 @@ def _best(groups: list[Group], work: Work, ranks: int, exact_counts: bool) -> li
         parts = _dealt(filling, work, ranks, exact_counts)
         if len(groups) == 1:
             return parts
-        better = repaired(parts, most, 0)
+        better = _even(repaired(parts, most, 0), most, work, ranks)
         found.append((_badness(better, work, ranks), better, parts))
         units = sum(len(own) for own in parts)
         if found[-1][0] <= good or units * number > _MOST_UNITS:
             break
     bad, best, parts = min(found, key=lambda one: one[0])
     if bad > good:
-        bolder = repaired(parts, most, mean // _SLACK)
+        bolder = _even(repaired(parts, most, mean // _SLACK), most, work, ranks)
         best = min(best, bolder, key=lambda parts: _badness(parts, work, ranks))
     return best
+
+
+def _even(parts: list[list[Taken]], most: int, work: Work, ranks: int) -> list[list[Taken]]:
+    """As even as it gets without more to receive for the rank that receives most."""
+    return exchanged(parts, most) if _badness(parts, work, ranks)[0] else parts
 
 
 def _dealt(filling: Filling, work: Work, ranks: int, exact_counts: bool) -> list[list[Taken]]:

@@ -9,7 +9,7 @@ no rank has much more than the mean or nothing helps any more.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from flexcp.layout.filling import Taken
@@ -21,6 +21,8 @@ _STEP = 1 << 16
 """Changes that lower the most work by less than this fraction of the mean are not made."""
 _TURNS = 8
 """Changes that are made at most, in multiples of the ranks there are."""
+_TAKERS = 16
+"""Ranks that are asked to take rows where that is only one of several ways to deal them out."""
 _DENSE = 16
 """Rows with this many times the work of the mean row make a rank want fewer rows."""
 _FEWER = 8
@@ -35,15 +37,20 @@ class _Rank:
     """What one rank has, the sparsest rows first."""
 
     rows: list[_Sorted] = field(default_factory=list)
-    groups: Counter[int] = field(default_factory=Counter)
-    """How many pieces it has of each group."""
+    reach: dict[int, int] = field(default_factory=dict)
+    """Rows of each group that it needs, unless they are small."""
+    needs: int = 0
+    """Their sum."""
     area: int = 0
     tokens: int = 0
 
     def add(self, group: Group, unit: Unit) -> None:
         """Gets rows."""
         insort(self.rows, (unit.area / unit.tokens, unit.start, group, unit), key=lambda x: x[:2])
-        self.groups[group.number] += 1
+        more = self.more(group, unit)
+        if more:
+            self.reach[group.number] = unit.reach
+            self.needs += more
         self.area += unit.area
         self.tokens += unit.tokens
 
@@ -53,7 +60,6 @@ class _Rank:
         part = unit.take(tokens, from_end=True)
         if unit.tokens == 0:
             del self.rows[place]
-            self.groups[group.number] -= 1
         self.area -= part.area
         self.tokens -= part.tokens
         to.add(group, part)
@@ -67,9 +73,17 @@ class _Rank:
         """Its rows, and where they are from."""
         return [(group, unit) for _, _, group, unit in self.rows]
 
-    def knows(self, group: Group) -> bool:
-        """Whether it makes little difference to have more rows of a group."""
-        return group.small or self.groups[group.number] > 0
+    def more(self, group: Group, unit: Unit) -> int:
+        """How many rows more it would need to have some rows."""
+        return 0 if group.small else max(0, unit.reach - self.reach.get(group.number, 0))
+
+    def first_of(self, rows: Iterable[tuple[int, _Sorted]], needs: float) -> int | None:
+        """The place of the first rows with which it needs no more than before, or than `needs`."""
+        reach, room = self.reach, max(0, needs - self.needs)
+        for place, (_, _, group, unit) in rows:
+            if group.small or unit.reach - reach.get(group.number, 0) <= room:
+                return place
+        return None
 
 
 @dataclass(frozen=True)
@@ -77,14 +91,16 @@ class _Rules:
     """What may change."""
 
     mean: float
-    """Work of the mean rank."""
+    """Work that all should have."""
     fewest: int
     """Rows of a rank."""
     most: int
     densest: float
     """Rows with more work each stay where they are."""
-    strangers: bool = False
-    """Whether ranks get rows of groups that they have none of, which means more to receive."""
+    needs: float = 0
+    """Ranks get only rows with which they need no more than before, or at most this."""
+    takers: int | None = None
+    """Only so many ranks with least work are asked to take rows; or all."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,19 @@ def levelled(parts: list[list[Taken]], block: int, *, exact_counts: bool) -> lis
     return [rank.taken for rank in min(first, second, key=_most)]
 
 
+def exchanged(parts: list[list[Taken]], enough: float) -> list[list[Taken]]:
+    """The same with equal counts, as far as it goes without more to receive at most.
+
+    Args:
+        parts: What each rank has.
+        enough: Work that no rank should exceed.
+    """
+    ranks = _ranks(parts)
+    for needs in (0, max(rank.needs for rank in ranks)):
+        _relieve(ranks, _Rules(enough, 0, 0, float("inf"), needs, _TAKERS), enough)
+    return [rank.taken for rank in ranks]
+
+
 def _most(ranks: list[_Rank]) -> int:
     return max(rank.area for rank in ranks)
 
@@ -123,10 +152,7 @@ def _levelled(
     parts: list[list[Taken]], block: int, exact_counts: bool, *, spread: bool
 ) -> list[_Rank]:
     """Starts from the ranks as they are, or with very dense rows spread over all of them."""
-    ranks = [_Rank() for _ in parts]
-    for rank, own in zip(ranks, parts, strict=True):
-        for group, unit in own:
-            rank.add(group, unit.copy())
+    ranks = _ranks(parts)
     rows, area = sum(r.tokens for r in ranks), sum(r.area for r in ranks)
     dense, mean = _DENSE * area / max(1, rows), area / len(ranks)
     if spread:
@@ -135,11 +161,16 @@ def _levelled(
     if not exact_counts:
         _keep_to(ranks, fewest, most)
     rules = _Rules(mean, fewest, most, dense if spread else float("inf"))
-    turns = _TURNS * len(ranks)
-    for strangers in (False, True):
-        rules = replace(rules, strangers=strangers)
-        while turns > 0 and (made := _relieved(ranks, rules)):
-            turns -= made
+    for needs in (0, max(rank.needs for rank in ranks), float("inf")):
+        _relieve(ranks, replace(rules, needs=needs), mean * (_GOAL + 1) / _GOAL)
+    return ranks
+
+
+def _ranks(parts: list[list[Taken]]) -> list[_Rank]:
+    ranks = [_Rank() for _ in parts]
+    for rank, own in zip(ranks, parts, strict=True):
+        for group, unit in own:
+            rank.add(group, unit.copy())
     return ranks
 
 
@@ -157,21 +188,22 @@ def _spread(ranks: list[_Rank], dense: float) -> None:
         counts[fewest] += 1
 
 
-def _relieved(ranks: list[_Rank], rules: _Rules) -> int:
-    """Lowers the work of every rank that has too much, as far as it goes; returns the changes.
+def _relieve(ranks: list[_Rank], rules: _Rules, enough: float) -> None:
+    """Lowers the work of every rank that has too much, as far as it goes.
 
     What one rank could not get rid of may go once others have been relieved.
     """
-    made = 0
-    enough = rules.mean * (_GOAL + 1) / _GOAL
-    for high in sorted(range(len(ranks)), key=lambda i: (-ranks[i].area, i)):
-        while ranks[high].area > enough and made < len(ranks):
-            change = _best_change(ranks, high, rules)
-            if change is None:
-                break
-            _make(ranks[high], ranks[change.to], change)
-            made += 1
-    return made
+    turns = made = _TURNS * len(ranks)
+    while made and turns > 0:
+        made = 0
+        for high in sorted(range(len(ranks)), key=lambda i: (-ranks[i].area, i)):
+            while ranks[high].area > enough and made < len(ranks):
+                change = _best_change(ranks, high, rules)
+                if change is None:
+                    break
+                _make(ranks[high], ranks[change.to], change)
+                made += 1
+        turns -= made
 
 
 def _limits(ranks: list[_Rank], dense: float, block: int) -> tuple[int, int]:
@@ -205,9 +237,11 @@ def _best_change(ranks: list[_Rank], high: int, rules: _Rules) -> _Change | None
     best: _Change | None = None
     giver = ranks[high]
     least = giver.area - rules.mean / _STEP
-    for to, taker in enumerate(ranks):
+    by_area = sorted(range(len(ranks)), key=lambda i: (ranks[i].area, i))
+    for to in by_area[: rules.takers]:
+        taker = ranks[to]
         if taker.area >= least:
-            continue
+            break
         for change in (_moved(giver, taker, to, rules), _exchanged(giver, taker, to, rules)):
             if change and change.most < (best.most if best else least):
                 best = change
@@ -232,8 +266,7 @@ def _moved(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | None
 def _exchanged(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | None:
     """Gives dense rows for the sparsest."""
     wish = _wish(giver, taker, rules.mean)
-    known = (i for i, x in enumerate(taker.rows) if rules.strangers or giver.knows(x[2]))
-    back = next(known, None)
+    back = giver.first_of(enumerate(taker.rows), rules.needs)
     if back is None:
         return None
     sparse, _, _, unit = taker.rows[back]
@@ -251,7 +284,7 @@ def _dense_rows(giver: _Rank, taker: _Rank, limit: float, rules: _Rules) -> int 
     """The densest rows up to a limit that another may take."""
     top = bisect_right(giver.rows, min(limit, rules.densest), key=lambda x: x[0])
     places = range(top - 1, -1, -1)
-    return next((i for i in places if rules.strangers or taker.knows(giver.rows[i][2])), None)
+    return taker.first_of(((i, giver.rows[i]) for i in places), rules.needs)
 
 
 def _wish(giver: _Rank, taker: _Rank, mean: float) -> float:
