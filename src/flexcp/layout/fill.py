@@ -45,6 +45,8 @@ _MOST_UNITS = 1 << 14
 """No further way is tried once this many pieces have been dealt out."""
 _EVEN_TO = 80
 """Work that is off by more than this fraction is uneven."""
+_CUTS = 8
+"""By this fraction more is taken to be received after exchanges, which cut small documents."""
 _FEWER = 8
 """Token counts may be lower by most of a block, and by this fraction of the mean, where work would
 otherwise be off by much. Few ranks have rows that heavy, so that the others' counts need to be only
@@ -98,21 +100,27 @@ def _best(groups: list[Group], work: Work, ranks: int, exact_counts: bool) -> li
         parts = _dealt(filling, work, ranks, exact_counts)
         if len(groups) == 1:
             return parts
-        better = _even(repaired(parts, most, 0), most, work, ranks)
-        found.append((_badness(better, work, ranks), better, parts))
+        found.append((*_judged(repaired(parts, most, 0), most, work, ranks), parts))
         units = sum(len(own) for own in parts)
         if found[-1][0] <= good or units * number > _MOST_UNITS:
             break
     bad, best, parts = min(found, key=lambda one: one[0])
     if bad > good:
-        bolder = _even(repaired(parts, most, mean // _SLACK), most, work, ranks)
-        best = min(best, bolder, key=lambda parts: _badness(parts, work, ranks))
+        bolder = _judged(repaired(parts, most, mean // _SLACK), most, work, ranks)
+        best = min((bad, best), bolder, key=lambda one: one[0])[1]
     return best
 
 
-def _even(parts: list[list[Taken]], most: int, work: Work, ranks: int) -> list[list[Taken]]:
-    """As even as it gets without more to receive for the rank that receives most."""
-    return exchanged(parts, most) if _badness(parts, work, ranks)[0] else parts
+def _judged(
+    parts: list[list[Taken]], most: int, work: Work, ranks: int
+) -> tuple[tuple[bool, int], list[list[Taken]]]:
+    """How bad it is, and what each rank gets: made even by exchanges if it was not."""
+    bad = _badness(parts, work, ranks)
+    if not bad[0]:
+        return bad, parts
+    parts = exchanged(parts, most)
+    uneven, received = _badness(parts, work, ranks)
+    return (uneven, received + received // _CUTS), parts
 
 
 def _dealt(filling: Filling, work: Work, ranks: int, exact_counts: bool) -> list[list[Taken]]:
