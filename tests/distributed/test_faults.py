@@ -70,6 +70,10 @@ def test_a_rank_that_raises_is_what_the_caller_sees(when):
             r"plan: .* on ranks \[0, 2\]; .* \[1\]",
         ),
         (
+            lambda r: {"mask": masks.sliding_window(5 + r // 2)},
+            r"mask: '', sliding_window\(5, 0\) \(\w+\) on ranks \[0, 1\]; .* \[2\]",
+        ),
+        (
             lambda r: {"dtype": torch.float64 if r == 2 else torch.float32},
             r"dtype: .*float64 on ra",
         ),
@@ -80,7 +84,7 @@ def test_a_rank_that_raises_is_what_the_caller_sees(when):
         ),
         (lambda r: {"grad_mode": r == 0}, r"gradients: needed on ranks \[0\]; not needed on ranks"),
     ],
-    ids=["mask", "dtype", "heads", "requires_grad", "no_grad"],
+    ids=["mask", "mask within tiles", "dtype", "heads", "requires_grad", "no_grad"],
 )
 def test_ranks_whose_calls_differ_are_told_what_differs_before_data_moves(
     start, differently, message

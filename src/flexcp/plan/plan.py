@@ -190,7 +190,7 @@ class Plan:
                 n: (s.name, s.inner, len(s.forward.moves)) for n, s in self.schedules.items()
             },
             "runs": {
-                n: [[int(x.sum()) for x in (r.row, r.start, r.stop, r.kind)] for r in g.runs]
+                n: [[int(_mixed(x)) for x in (r.row, r.start, r.stop, r.kind)] for r in g.runs]
                 for n, g in self.grids.items()
             },
         }
@@ -199,6 +199,11 @@ class Plan:
     def __repr__(self) -> str:
         what = ", ".join(dict.fromkeys(s.name for s in self.schedules.values()))
         return f"Plan({self.layout!r}, {what}, on {self.machine.name})"
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A sum to which every entry adds in its own way, so that their order counts."""
+    return (x.long() * (2 * torch.arange(x.numel()) + 1)).sum()
 
 
 class _Gather(torch.autograd.Function):

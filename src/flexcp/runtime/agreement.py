@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from flexcp.comm import Transport
+from flexcp.eager import planning
 from flexcp.errors import FlexCPError
+from flexcp.masks.digest import mask_digest
 from flexcp.plan import Plan
 
 EXTRAS = "optional arguments"
@@ -22,8 +24,7 @@ def facts_of(
 ) -> dict[str, str]:
     """What all ranks have to do alike in a call of attention."""
     return {
-        "plan": plan_fingerprint(plan),
-        "mask": repr(mask),
+        **_facts_of_plan(plan, mask),
         "batch": str(q.shape[0]),
         "query heads": str(q.shape[1]),
         "kv heads": str(k.shape[1]),
@@ -59,9 +60,20 @@ def agree(transport: Transport, facts: Mapping[str, str]) -> None:
     )
 
 
-def plan_fingerprint(plan: Plan) -> str:
-    """The plan's fingerprint, computed once."""
-    kept = vars(plan)
-    if "_fingerprint" not in kept:
-        kept["_fingerprint"] = plan.fingerprint()
-    return str(kept["_fingerprint"])
+def _facts_of_plan(plan: Plan, mask: str) -> Mapping[str, str]:
+    """What is the same in every call with this plan and mask; computed once."""
+    kept: dict[str, Mapping[str, str]] = vars(plan).setdefault("_facts", {})
+    if mask not in kept:
+        kept[mask] = _tell(plan, mask)
+    return kept[mask]
+
+
+@planning
+def _tell(plan: Plan, mask: str) -> Mapping[str, str]:
+    grid, schedule = plan.grids[mask], plan.schedules[mask]
+    # Whole tiles may be alike where pairs are not, so the mask itself is compared as well.
+    return {
+        "plan": f"{plan.seq_len} tokens, {plan.layout.name} + {schedule.name}, for "
+        f"{plan.shape.num_heads} heads ({plan.fingerprint()})",
+        "mask": f"{mask!r}, {grid.mask.name} ({mask_digest(grid.mask)})",
+    }
