@@ -142,6 +142,41 @@ def test_labels_that_are_shifted_already_stay():
     assert testing.simulate(rank, 2) == [[[0, 1, 2]], [[3, 4, 5]]]
 
 
+def test_the_last_label_that_is_shifted_already_is_scored_unless_padding_follows():
+    tokens = torch.arange(6)[None].expand(2, 6)
+    there = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": there}
+
+    def rank(mesh):
+        plan = flexcp.make_plan(masks.causal(), 6, mesh)
+        local = flexcp.shard_batch(batch, plan, shift_labels=False)
+        return plan.unshard(local["labels"], 1).tolist()
+
+    assert testing.simulate(rank, 2)[0] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, -100, -100, -100]]
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (2, 6)])
+def test_positions_may_be_given_once_for_the_batch(shape):
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]])  # layouts that differ
+    batch = {"position_ids": torch.arange(10, 16).expand(shape), "input_ids": ids, "labels": None}
+
+    def rank(mesh):
+        plan = flexcp.make_plan(masks.document(ids), 6, mesh, batch=2)
+        local = flexcp.shard_batch(batch, plan)
+        assert "num_scored" not in local
+        return plan.unshard(local["position_ids"], 1).tolist()
+
+    assert testing.simulate(rank, 2)[0] == [list(range(10, 16))] * 2
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "position_ids"])
+def test_a_part_of_a_batch_that_has_another_length_is_refused(name):
+    plan = flexcp.make_plan(masks.causal(), 12, 2)
+    batch = {"input_ids": torch.zeros(2, 12).long(), name: torch.zeros(2, 11).long()}
+    with pytest.raises(flexcp.FlexCPError, match=rf"{name} of shape \[2, 12\].*got \(2, 11\)"):
+        flexcp.shard_batch(batch, plan)
+
+
 def test_a_batch_of_another_length_is_refused():
     plan = flexcp.make_plan(masks.causal(), 12, 2)
     with pytest.raises(flexcp.FlexCPError, match=r"12 tokens along dim 1, got input_ids \(1, 5\)"):
@@ -158,3 +193,7 @@ def test_documents_that_do_not_cover_the_batch_are_refused():
 def test_cross_entropy_refuses_to_guess_what_the_trainer_does():
     with pytest.raises(flexcp.FlexCPError, match='gradients to be "summed" or "averaged"'):
         flexcp.cross_entropy(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), 2, gradients="mean")
+    with pytest.raises(flexcp.FlexCPError, match="number of ranks, if their gradients are avera"):
+        flexcp.cross_entropy(
+            torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), 2, gradients="averaged"
+        )

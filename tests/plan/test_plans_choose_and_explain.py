@@ -198,6 +198,8 @@ def test_a_machine_can_be_measured():
         ),
         (lambda: make_plan(masks.causal(), 100, 4, machine="abacus"), "cpu-gloo, h100-nvlink"),
         (lambda: make_plan({}, 100, 4), "at least one mask"),
+        (lambda: make_plan(masks.causal(), 9, 2, dtype="bfloat16"), "floating-point.*got 'bfloat"),
+        (lambda: make_plan(masks.causal(), 9, 2, dtype=torch.int8), "floating-point.*torch.int8"),
         (lambda: make_plan(masks.causal(), 100, 4, num_heads=3, num_kv_heads=2), "multiple"),
         (lambda: make_plan(masks.causal(), 100, 4).positions(), "pass rank="),
         (

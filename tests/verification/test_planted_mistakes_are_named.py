@@ -151,6 +151,32 @@ def test_labels_across_documents():
     assert failure.measured == len(LENGTHS) - 1
 
 
+class CountsThrough(Step):
+    layout = "contiguous"  # the first rank would count so from 0, too
+
+    def shard(self, batch, plan):
+        return flexcp.shard_batch(batch, plan, documents=LENGTHS)
+
+
+class CutsTwoTokensLater(Step):
+    def attend(self):
+        first, second, *rest = LENGTHS
+        moved = masks.document(lengths=[first + 2, second - 2, *rest])
+        return over_plan(self.plan(CAUSAL & moved))
+
+
+def test_documents_that_are_cut_elsewhere():
+    failure = find(CutsTwoTokensLater)
+    assert failure.name == "reach"
+    assert "a mask hides what it should not" in failure.cause
+
+
+def test_positions_that_run_through_documents():
+    failure = find(CountsThrough)
+    assert failure.name == "positions"
+    assert "don't restart in each document" in failure.cause
+
+
 class CountsLocally(Step):
     def positions(self, local):
         return torch.arange(local["input_ids"].shape[1]).expand_as(local["input_ids"])

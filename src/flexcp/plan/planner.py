@@ -79,6 +79,12 @@ def make_plan(
             raise FlexCPError(
                 f"{name} to be an integer of at least 1", repr(value), f"pass {name}=1 or more"
             )
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise FlexCPError(
+            "dtype to be a floating-point type of torch",
+            repr(dtype),
+            "pass the type of Q, K and V, such as dtype=torch.bfloat16",
+        )
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, batch)
     if machine is None or isinstance(machine, str):
         machine = Machine.preset(machine or DEFAULT_MACHINE)

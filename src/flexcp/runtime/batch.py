@@ -31,7 +31,8 @@ def shard_batch(
 
     Args:
         batch: Tensors [B, S, ...], such as "input_ids", "labels" and "attention_mask" (1 for
-            tokens, 0 for padding). Tensors of other shapes are passed on as they are.
+            tokens, 0 for padding). What has another shape is passed on as it is, except under
+            these names and "position_ids", where it would be a mistake. None is nothing.
         plan: Whose tokens are whose.
         documents: Document ids [S] or [B, S], or the lengths of the documents in order, if
             several are packed into a sequence.
@@ -61,17 +62,21 @@ def shard_batch(
             "pass the whole batch, not a part of it, and make the plan for its length",
         )
     ids = _document_ids(documents, size)
-    full = dict(batch)
+    full = {name: x for name, x in batch.items() if x is not None}
+    if "position_ids" not in full:
+        full["position_ids"] = _positions(ids if restart_positions else None, size)
+    _check_known(full, size)
+    full["position_ids"] = full["position_ids"].expand(size)
     if "labels" in full:
         labels = full["labels"]
         if shift_labels:
             labels = _shifted(labels, ids, ignore_index)
         if "attention_mask" in full:
-            labels = labels.masked_fill(_next(full["attention_mask"], 0) == 0, ignore_index)
-            labels = labels.masked_fill(full["attention_mask"] == 0, ignore_index)
+            there = full["attention_mask"]
+            # Shifted labels may go on behind the sequence: nothing says that padding follows.
+            follows = _next(there, 0 if shift_labels else 1)
+            labels = labels.masked_fill((there == 0) | (follows == 0), ignore_index)
         full["labels"] = labels
-    if "position_ids" not in full:
-        full["position_ids"] = _positions(ids if restart_positions else None, size)
     local = {
         name: plan.shard(x.to(_device(batch)), 1) if _is_sequence(x, plan) else x
         for name, x in full.items()
@@ -87,7 +92,7 @@ def cross_entropy(
     num_scored: int,
     *,
     gradients: Literal["summed", "averaged"] = "summed",
-    ranks: int = 1,
+    ranks: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
     """This rank's part of the loss of one process.
@@ -99,7 +104,7 @@ def cross_entropy(
         gradients: What the trainer does with the ranks' gradients. If it sums them, the losses of
             the ranks add up to the loss of one process. If it averages them (as DDP and FSDP do),
             pass "averaged" and `ranks`: then their mean is that loss.
-        ranks: How many ranks are averaged over.
+        ranks: How many ranks are averaged over; has to be said if they are.
         ignore_index: The label of what is not scored.
 
     >>> logits = torch.zeros(1, 2, 4)
@@ -112,20 +117,43 @@ def cross_entropy(
             repr(gradients),
             "say what your trainer does with the gradients of the ranks",
         )
+    if gradients == "averaged" and ranks is None:
+        raise FlexCPError(
+            "the number of ranks, if their gradients are averaged",
+            "none",
+            "pass ranks=, the size of the group that DDP or FSDP averages over",
+        )
     total = functional.cross_entropy(
         logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
         labels.flatten(),
         ignore_index=ignore_index,
         reduction="sum",
     )
-    return total / max(num_scored, 1) * (ranks if gradients == "averaged" else 1)
+    times = 1 if ranks is None or gradients == "summed" else ranks
+    return total / max(num_scored, 1) * times
+
+
+def _check_known(batch: Mapping[str, Any], size: tuple[int, int]) -> None:
+    """Raises if something that belongs to tokens is not [B, S] (or, for positions, [1, S], [S])."""
+    for name in ("input_ids", "labels", "attention_mask", "position_ids"):
+        x = batch.get(name)
+        shapes = [size]
+        if name == "position_ids":
+            shapes += [(1, size[1]), (size[1],)]
+        given = tuple(getattr(x, "shape", ()))
+        if name == "input_ids":  # a token may be several numbers
+            given = given[:2]
+        if x is not None and given not in shapes:
+            raise FlexCPError(
+                f"{name} of shape [{size[0]}, {size[1]}], as the batch has tokens",
+                _shape(x),
+                "pass the whole batch, with one entry per token",
+            )
 
 
 def _batch_shape(batch: Mapping[str, Any], plan: Plan) -> tuple[int, int] | None:
-    for x in batch.values():
-        if _is_sequence(x, plan):
-            return x.shape[0], x.shape[1]
-    return None
+    sizes = [x.shape[0] for x in batch.values() if _is_sequence(x, plan)]
+    return (max(sizes), plan.seq_len) if sizes else None  # positions may be [1, S]
 
 
 def _is_sequence(x: Any, plan: Plan) -> bool:

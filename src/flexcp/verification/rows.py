@@ -159,10 +159,10 @@ def _compare_ids(evidence: Evidence, key: str) -> Check | None:
         i, place = int(off[0]), int(rows[off[0]])
         cause = "position ids are not those of the whole sequence"
         width = one.integers[key].shape[-1]
-        if torch.equal(mine.view(-1, width)[0].long(), torch.arange(width)):
-            cause = "positions are counted from 0 on every rank: they are local"
-        elif torch.equal(mine.long(), rows % evidence.seq_len):
+        if _runs_through(evidence, key):
             cause = "positions don't restart in each document, as they do in one process"
+        elif torch.equal(mine.view(-1, width)[0].long(), torch.arange(width)):
+            cause = "positions are counted from 0 on every rank: they are local"
         return Check(
             "positions",
             "failed",
@@ -175,6 +175,16 @@ def _compare_ids(evidence: Evidence, key: str) -> Check | None:
             "pass the position_ids that flexcp.shard_batch returns, or plan.positions()",
         )
     return None
+
+
+def _runs_through(evidence: Evidence, key: str) -> bool:
+    """Whether positions are places in the whole sequence, on every rank: one may begin at 0."""
+    assert evidence.places is not None
+    for one, rows in zip(evidence.together, evidence.places, strict=True):
+        mine = _per_row(one.integers[key], rows) if key in one.integers else None
+        if mine is not None and not torch.equal(mine.long(), rows % evidence.seq_len):
+            return False
+    return True
 
 
 def _per_row(x: Tensor, rows: Tensor | None) -> Tensor | None:

@@ -73,7 +73,9 @@ def check_reach(evidence: Evidence) -> Check:
         crossed += int((expected & ~home).sum())
         if not bool(missed.any()):
             continue
-        elsewhere = bool((probe.together > noise)[~home].any())
+        elsewhere = any(
+            bool((p.together > noise)[owners != owners[p.place]].any()) for p in evidence.probes
+        )
         cause = "keys and values of other ranks don't arrive, or a mask hides what it should not"
         if not elsewhere and not bool((missed & home).any()):
             cause = f"each rank attends to its own rows only{_called(evidence)}"
