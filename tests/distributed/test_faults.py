@@ -130,3 +130,14 @@ def test_heads_that_were_not_planned_for_cannot_be_split():
 
     with pytest.raises(RankError, match="4 query heads and 4 kv heads, which the plan splits"):
         testing.simulate(rank, 2)
+
+
+def test_a_second_derivative_is_refused():
+    def rank(mesh):
+        plan = flexcp.make_plan(CAUSAL, 60, mesh, num_heads=2)
+        x = plan.shard(X, 2).requires_grad_()
+        (grad,) = torch.autograd.grad(flexcp.attention(x, x, x, plan).sum(), x, create_graph=True)
+        grad.sum().backward()
+
+    with pytest.raises(RankError, match="first derivatives of attention over a plan"):
+        testing.simulate(rank, 2)

@@ -159,6 +159,8 @@ class CountsThrough(Step):
 
 
 class CutsTwoTokensLater(Step):
+    layout = "contiguous"
+
     def attend(self):
         first, second, *rest = LENGTHS
         moved = masks.document(lengths=[first + 2, second - 2, *rest])
@@ -166,7 +168,7 @@ class CutsTwoTokensLater(Step):
 
 
 def test_documents_that_are_cut_elsewhere():
-    failure = find(CutsTwoTokensLater)
+    failure = find(CutsTwoTokensLater, world_size=4)
     assert failure.name == "reach"
     assert "a mask hides what it should not" in failure.cause
 

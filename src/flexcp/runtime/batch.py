@@ -137,7 +137,7 @@ def _check_known(batch: Mapping[str, Any], size: tuple[int, int]) -> None:
     """Raises if something that belongs to tokens is not [B, S] (or, for positions, [1, S], [S])."""
     for name in ("input_ids", "labels", "attention_mask", "position_ids"):
         x = batch.get(name)
-        shapes = [size]
+        shapes: list[tuple[int, ...]] = [size]
         if name == "position_ids":
             shapes += [(1, size[1]), (size[1],)]
         given = tuple(getattr(x, "shape", ()))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from flexcp.errors import FlexCPError
 from flexcp.kernels.score import ScoreFunction
 from flexcp.plan import Plan
 from flexcp.runtime.autocast import autocast
 from flexcp.runtime.checks import check_sinks, check_tensors
+from flexcp.runtime.executor import Kept
 from flexcp.runtime.overridable import overridable
 from flexcp.runtime.parallel_compiled import compiled_parallel_attention
 from flexcp.runtime.parallel_traced import traced_parallel_attention
@@ -109,7 +111,32 @@ class _ParallelAttention(torch.autograd.Function):
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         saved_tensors = ctx.saved_tensors  # once: a checkpoint gives them only once
-        sinks = saved_tensors[7] if len(saved_tensors) > 7 else None
-        saved = Saved.of(saved_tensors[:7], sinks, ctx.kept)
-        found = backward_pass(ctx.call, saved, grad_out, grad_lse)
-        return (None, found.q, found.k, found.v, found.sinks, *found.captured)
+        grads: tuple[Tensor | None, ...] = _ParallelGradients.apply(  # type: ignore[no-untyped-call]
+            ctx.call, ctx.kept, grad_out, grad_lse, *saved_tensors
+        )
+        return (None, *grads)
+
+
+class _ParallelGradients(torch.autograd.Function):
+    """The backward pass as a function of its own, so that its derivative can be refused."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ARG004
+        call: Call,
+        kept: Kept | None,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        sinks = tensors[7] if len(tensors) > 7 else None
+        found = backward_pass(call, Saved.of(tensors[:7], sinks, kept), grad_out, grad_lse)
+        return (found.q, found.k, found.v, found.sinks, *found.captured)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:  # noqa: ARG004
+        raise FlexCPError(
+            "first derivatives of attention over a plan",
+            "a derivative of its gradients",
+            'flexcp.flex_attention with the kernel "reference" has them, in one process',
+        )
