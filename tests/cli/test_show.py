@@ -79,6 +79,7 @@ def test_heads_that_differ_are_shown_one_at_a_time(flexcp, tmp_path, monkeypatch
         (("--head", 3), "expected a batch element below 1 and a head below 1"),
         (("--ranks", 2, "--layout", "round"), "expected a layout among"),
         (("--out", "/dev/null/a.png"), "a file that can be written"),
+        (("--layout", "striped"), "expected --ranks with --layout or --schedule, got none"),
     ],
 )
 def test_bad_requests_are_explained(flexcp, args, message):

@@ -198,7 +198,13 @@ class _Reader:
         known = CATALOGUE.get(call)
         if kind != "word" or (known is not None and first not in known):
             names = ", ".join(known) if known else "none"
-            raise self.error(f"{call}'s parameters: {names}", "use those names", at=at)
+            raise fail_at(
+                self.text,
+                at,
+                f"one of {call}'s parameters: {names}",
+                repr(first),
+                "use those names",
+            )
         self.advance()
         return Argument(first, self._value(), at)
 

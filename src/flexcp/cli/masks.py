@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +19,7 @@ from flexcp.cli.mask_syntax import (
     fail_at,
     parse_mask,
 )
+from flexcp.dotted import import_name
 from flexcp.errors import FlexCPError
 
 if TYPE_CHECKING:
@@ -150,7 +148,7 @@ class _Builder:
             raise self._at(
                 call,
                 f"{call.name}({needed})",
-                f"{len(call.arguments)} arguments",
+                f"{len(call.arguments)} argument{'s' * (len(call.arguments) != 1)}",
                 "give all that have no default",
             ) from None
         return made
@@ -274,32 +272,10 @@ class _Builder:
         return Mask(found, call.name.partition(":")[2])
 
     def _imported(self, call: Call) -> Any:
-        module, _, path = call.name.partition(":")
-        if os.getcwd() not in sys.path and "" not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` does: modules of this folder count
         try:
-            found: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
-            raise self._at(
-                call,
-                "a module that Python can import",
-                repr(module),
-                "run flexcp from the folder that it is in, or install its package",
-            ) from None
-        for name in path.split("."):
-            if not hasattr(found, name):
-                known = vars(found).items() if path else ()
-                public = [n for n, value in known if n[0].isalpha() and callable(value)]
-                raise self._at(
-                    call,
-                    f"a name in {module}",
-                    repr(name),
-                    f"it has {', '.join(public[:8])}" if public else "name a function after the :",
-                )
-            found = getattr(found, name)
-        return found
+            return import_name(call.name)
+        except FlexCPError as error:
+            raise self._at(call, error.expected, error.got, error.fix) from None
 
     def _at(self, call: Call, expected: str, got: str, fix: str) -> FlexCPError:
         return fail_at(self.text, call.at, expected, got, fix)

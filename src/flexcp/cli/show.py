@@ -66,6 +66,8 @@ def show(
     from flexcp.cli.files import require_ending
 
     require_ending(out, ".png", ".svg")
+    if ranks is None and (layout != "auto" or schedule != "exchange"):
+        raise FlexCPError("--ranks with --layout or --schedule", "none", "such as --ranks 8")
     from flexcp.cli.masks import read_mask
     from flexcp.cli.output import note, print_json
 

@@ -100,8 +100,8 @@ def verify(
         )
     from flexcp.cli.dtypes import dtype_of
     from flexcp.cli.masks import read_mask
+    from flexcp.dotted import import_name
     from flexcp.verification import verify as run
-    from flexcp.verification.models import imported
 
     rule: Any = None
     if mask is not None:
@@ -111,9 +111,9 @@ def verify(
     size: dict[str, Any] = {} if tokens is None else {"seq_len": tokens}
     verdict = run(
         model,
-        None if batch is None else imported(batch)(),
-        parallel=None if step is None else imported(step),
-        single=None if single is None else imported(single),
+        None if batch is None else import_name(batch)(),
+        parallel=None if step is None else import_name(step),
+        single=None if single is None else import_name(single),
         mask=rule,
         documents=lengths or None,
         restart_positions=bool(lengths),

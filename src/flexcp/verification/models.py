@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flexcp.dotted import import_name
 from flexcp.errors import FlexCPError
 from flexcp.verification.hf import from_transformers, is_transformers
 
@@ -21,7 +19,7 @@ def build_model(model: Any, dtype: torch.dtype | Literal["auto"] | None, seed: i
     """The model that was named, made or described, in the type to verify in."""
     torch.manual_seed(seed)
     if isinstance(model, str) and ":" in model:
-        model = imported(model)
+        model = import_name(model)
     if isinstance(model, nn.Module):
         built: Any = deepcopy(model)
     elif isinstance(model, (str, Path)) or hasattr(model, "model_type"):
@@ -52,35 +50,6 @@ def _wake(model: nn.Module) -> None:
         for p in model.parameters():
             if p.dim() > 1 and p.is_floating_point() and not bool(p.any()):
                 p.normal_(std=0.02)
-
-
-def imported(name: str) -> Any:
-    """What "package.module:attribute" stands for.
-
-    >>> imported("torch.nn:Linear")
-    <class 'torch.nn.modules.linear.Linear'>
-    """
-    module, _, path = name.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: modules of this folder count
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise FlexCPError(
-            "a module that Python can import",
-            repr(module),
-            "run from the folder that it is in, or install its package",
-        ) from None
-    for part in path.split("."):
-        if not hasattr(found, part):
-            public = [x for x in vars(found) if not x.startswith("_")]
-            raise FlexCPError(
-                f"a name in {module}", repr(part), f"it has {', '.join(public[:8]) or 'none'}"
-            )
-        found = getattr(found, part)
-    return found
 
 
 def random_batch(model: nn.Module, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
