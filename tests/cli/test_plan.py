@@ -180,7 +180,11 @@ def test_masks_come_from_modules_of_ones_own(flexcp, own_module, text, same):
         ("causal & (full", "expected `)`, got the end of the expression", 14),
         ("causal &", "expected a mask, got the end", 8),
         ("sliding_window(4, 5, 6)", "at most 2 arguments of sliding_window", 21),
-        ("full | sliding_window(width=4)", "expected sliding_window's parameters: left, right", 22),
+        (
+            "full | sliding_window(width=4)",
+            "expected one of sliding_window's parameters: left, right, got 'width'",
+            22,
+        ),
         ("sliding_window", "expected sliding_window(left, right), got 0 arguments", 0),
         ("causal & sliding_window(-1)", "expected left", 9),
         ("document(lengths.csv", "close the `(` at column 9", 20),

@@ -165,6 +165,7 @@ def test_the_exit_code_says_whether_ranks_equal_one_process(monkeypatch, differe
     [
         (["--tokens", "3", "--ranks", "4"], "one token for each of 4 ranks, got sequences of 3"),
         (["--dim", "30", "--heads", "4"], "4 heads divide into even parts"),
+        (["--schedule", "hybrid"], "groups of ranks that share heads, for the hybrid schedule"),
         (["--ranks", "1", "--compare"], "at least 2 ranks to compare with one process"),
     ],
 )

@@ -31,6 +31,23 @@ def mesh_of_option(text: str) -> int | tuple[int, ...]:
     return sizes if len(sizes) == 2 else sizes[0]
 
 
+def require_groups(schedule: str, ranks: int | tuple[int, ...] | None) -> None:
+    """Raises if ranks are to share heads, and nothing says how many at a time.
+
+    >>> require_groups("hybrid", 8)
+    Traceback (most recent call last):
+    ...
+    flexcp.errors.FlexCPError: expected groups of ranks that share heads, for the hybrid schedule, \
+got --ranks 8; such as --ranks 4x2; auto finds a split by itself
+    """
+    if schedule == "hybrid" and not isinstance(ranks, tuple):
+        raise FlexCPError(
+            "groups of ranks that share heads, for the hybrid schedule",
+            "no --ranks" if ranks is None else f"--ranks {ranks}",
+            "such as --ranks 4x2; auto finds a split by itself",
+        )
+
+
 FLAG = ""
 """What help says of the value of an option that has none."""
 

@@ -20,8 +20,8 @@ from flexcp.cli.options import (
     KvHeads,
     Mesh,
     Tokens,
+    require_groups,
 )
-from flexcp.errors import FlexCPError
 
 if TYPE_CHECKING:
     from flexcp.viz import Strategy
@@ -93,12 +93,7 @@ def plan(
 
     require_ending(html, ".html", ".htm")
     require_ending(svg, ".svg")
-    if schedule == "hybrid" and not isinstance(ranks, tuple):
-        raise FlexCPError(
-            "groups of ranks that share heads, for the hybrid schedule",
-            f"--ranks {ranks}",
-            "such as --ranks 4x2; --schedule auto finds a split by itself",
-        )
+    require_groups(schedule, ranks)
     masks, length, notes = read_masks(mask, named or [], tokens)
     from flexcp.cli.dtypes import dtype_of
     from flexcp.plan import Machine, make_plan

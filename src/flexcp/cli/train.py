@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexcp.cli.options import FLAG, Debug, Json, mesh_of_option, size_of_option
+from flexcp.cli.options import FLAG, Debug, Json, mesh_of_option, require_groups, size_of_option
 from flexcp.errors import FlexCPError
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def train(
     from flexcp.training import TrainConfig
     from flexcp.training.launch import launch, started_by_a_launcher
 
+    require_groups(schedule, ranks)
     groups, head_ranks = ranks if isinstance(ranks, tuple) else (ranks, 1)
     config = TrainConfig(
         data=data, out=out, steps=steps, tokens=tokens, batch=batch, seed=seed, lr=lr, dim=dim,
