@@ -50,7 +50,7 @@ def _hint(part: str, found: Any) -> str:
     ]
     if not part:
         return "name a function after the :"
-    close = get_close_matches(part, names, 1)
+    close = get_close_matches(part, names, 1, cutoff=0.7)
     if close:
         return f"did you mean {close[0]}?"
     return f"it has {', '.join(names[:8])}" if names else "it has no functions"
