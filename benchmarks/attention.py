@@ -299,7 +299,8 @@ def plot(rows: list[Row], path: Path) -> None:
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(names)), names, rotation=30)
         axis.set_title(f"{title}: throughput on allowed pairs, dense SDPA = 1")
-    axes[0].legend()
+    axes[0].legend(loc="upper center", ncols=4, fontsize=8)
+    axes[0].set_ylim(0, 1.25)
     figure.tight_layout()
     figure.savefig(path)
 

@@ -90,6 +90,8 @@ def plot(rows: list[Row], path: Path) -> None:
         axes[0].bar([x + shift for x, _ in bars], [y for _, y in bars], width, label=one)
     axes[0].axhline(1, color="black", linewidth=0.8)
     axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    axes[0].yaxis.set_minor_formatter("{x:g}")
     axes[0].set_xticks(range(len(groups)), [f"{m}\n{n} ranks" for m, n in groups])
     axes[0].set_title(f"{longest} tokens, forward and backward: speed, PyTorch's ring = 1")
     axes[0].legend(fontsize=7, ncols=2)
@@ -102,8 +104,12 @@ def plot(rows: list[Row], path: Path) -> None:
         )
         if points:
             axes[1].plot(*zip(*points, strict=True), marker="o", label=one)
-    axes[1].set_title(f"causal, {most} ranks: most MB in tensors of a rank, by tokens")
-    if axes[1].lines:  # none if memory was left out
+    if axes[1].lines:
+        axes[1].set_title(f"causal, {most} ranks: most MB in tensors of a rank, by tokens")
         axes[1].legend(fontsize=7)
-    figure.tight_layout()
+    else:  # memory was left out
+        axes[1].remove()
+        axes[0].set_position((0.05, 0.12, 0.93, 0.8))
+    if axes[1] in figure.axes:
+        figure.tight_layout()
     figure.savefig(path)
