@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from flexcp import FlexCPError, build_block_grid
+from flexcp import FlexCPError, build_block_grid, masks
 from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
 from flexcp.plan import make_plan
 from flexcp.plan.choose import LAYOUTS
@@ -149,6 +149,7 @@ def test_rows_needed_are_exactly_those_that_some_query_sees(problem, ranks, data
 
 
 @given(problems(), st.integers(1, 7))
+@example((masks.full(), 2, 1, 1, 1, 1), 3)
 @settings(max_examples=60, deadline=None)
 def test_balanced_layouts_give_ranks_token_counts_within_a_block(problem, ranks):
     mask, length, batch, heads, _, block = problem

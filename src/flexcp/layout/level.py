@@ -214,7 +214,7 @@ def _limits(ranks: list[_Rank], dense: float, block: int) -> tuple[int, int]:
         wanting = -(-len(ranks) // 2)
     fewest = -(-(rows - (len(ranks) - wanting) * block) // len(ranks))
     even = rows // len(ranks)
-    fewest = max(fewest, even - even // _FEWER, 0)
+    fewest = min(max(fewest, even - even // _FEWER, 0), even)  # there may be fewer rows than ranks
     return fewest, max(fewest + block, -(-rows // len(ranks)))
 
 
