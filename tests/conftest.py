@@ -9,6 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every run; `pytest --hypothesis-profile=default` draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
