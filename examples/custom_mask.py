@@ -10,6 +10,7 @@ ALiBi with a slope per head that is learned. Both are written for positions of t
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import torch
@@ -91,7 +92,9 @@ def main():
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
         run(init_device_mesh("cpu", (dist.get_world_size(),)))
+        dist.barrier()  # whoever leaves first would cut off those that still read from it
         dist.destroy_process_group()
+        gc.collect()  # gloo aborts if a group is only let go when Python ends
     else:
         testing.spawn(run, 2)
 

@@ -10,6 +10,7 @@ over all ranks, so the loss says that it does.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import torch
@@ -108,7 +109,9 @@ def main():
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
         train(o.tokens, o.steps, dist.get_world_size() // o.cp, o.cp)
+        dist.barrier()  # whoever leaves first would cut off those that still read from it
         dist.destroy_process_group()
+        gc.collect()  # gloo aborts if a group is only let go when Python ends
     else:
         testing.spawn(lambda _: train(o.tokens, o.steps, o.dp, o.cp), o.dp * o.cp)
 

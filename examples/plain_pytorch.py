@@ -10,6 +10,7 @@ that adds up, and gradients that are summed.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import torch
@@ -94,7 +95,9 @@ def main():
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
         run(init_device_mesh("cpu", (dist.get_world_size(),)))
+        dist.barrier()  # whoever leaves first would cut off those that still read from it
         dist.destroy_process_group()
+        gc.collect()  # gloo aborts if a group is only let go when Python ends
     else:
         testing.spawn(run, 2)
 

@@ -11,6 +11,7 @@ modules, a plan for each batch, this rank's part of the batch, and its part of t
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 from dataclasses import dataclass, fields
@@ -226,7 +227,9 @@ def main():
         dist.init_process_group("gloo")
         options["dp"] = dist.get_world_size() // options["cp"]
         Trainer(Config(**options)).run()
+        dist.barrier()  # whoever leaves first would cut off those that still read from it
         dist.destroy_process_group()
+        gc.collect()  # gloo aborts if a group is only let go when Python ends
     else:
         config = Config(**options)
         testing.spawn(lambda _: Trainer(config).run(), config.dp * config.cp)

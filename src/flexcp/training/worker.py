@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def train_on_ranks(
         return ended
     finally:
         dist.destroy_process_group()
+        gc.collect()  # gloo aborts if a group is only let go when Python ends
 
 
 def _mesh(config: TrainConfig) -> Any:
