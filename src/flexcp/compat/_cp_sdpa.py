@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -26,6 +25,7 @@ from flexcp.layout import Layout
 from flexcp.masks import causal, full
 from flexcp.plan import Plan, make_plan
 from flexcp.plan.mesh import Ranks
+from flexcp.runtime.autocast import autocast
 from flexcp.runtime.parallel import attention
 
 _MOST_PLANS = 32
@@ -49,7 +49,7 @@ def sharded_sdpa(mesh: DeviceMesh) -> Sdpa:
         enable_gqa: bool = False,
     ) -> Tensor:
         refuse_mask_and_dropout(attn_mask, dropout_p)
-        query, key, value = (autocast_to_lower(_local(x, mesh)) for x in (query, key, value))
+        query, key, value = autocast(*(_local(x, mesh) for x in (query, key, value)))
         return _attend(group_of(mesh), query, key, value, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
@@ -92,14 +92,6 @@ def _local(x: Tensor, mesh: DeviceMesh) -> Tensor:
             f"{x.placements} over {x.device_mesh}"
         )
     return x.to_local()
-
-
-def autocast_to_lower(x: Tensor) -> Tensor:
-    """Attention under autocast runs in the lower type, as torch's does."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
 
 
 def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:

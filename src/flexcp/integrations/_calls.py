@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
-from flexcp.compat._cp_sdpa import autocast_to_lower, refuse_mask_and_dropout, with_heads
+from flexcp.compat._cp_sdpa import refuse_mask_and_dropout, with_heads
 from flexcp.eager import planning
 from flexcp.errors import FlexCPError
 from flexcp.masks import Mask, as_mask, causal
 from flexcp.plan import Plan
 from flexcp.runtime.parallel import attention
+from flexcp.runtime.passes import shifted
 
 ScoreFunction = Callable[..., Tensor]
 
@@ -119,9 +120,9 @@ class PlannedAttention:
                 "pass enable_gqa=True",
             )
         rewrap = _DTensors.of(query, key, value)
-        q, k, v = (autocast_to_lower(rewrap.local(x)) for x in (query, key, value))
-        if score_mod is not None and self.first_head:
-            score_mod = _from_head(score_mod, self.first_head)
+        q, k, v = (rewrap.local(x) for x in (query, key, value))
+        if score_mod is not None:
+            score_mod = shifted(score_mod, 0, self.first_head)
         out, lse = cast(
             tuple[Tensor, Tensor],
             attention(
@@ -137,13 +138,6 @@ class PlannedAttention:
             ),
         )
         return rewrap.whole(out), rewrap.whole(lse)
-
-
-def _from_head(score_mod: ScoreFunction, first: int) -> ScoreFunction:
-    def shifted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score_mod(score, b, h + first, q_idx, kv_idx)
-
-    return shifted
 
 
 @dataclass(frozen=True, eq=False)

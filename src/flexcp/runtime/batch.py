@@ -12,6 +12,8 @@ from torch.nn import functional
 from flexcp.errors import FlexCPError
 from flexcp.masks import ids_from_lengths
 from flexcp.plan import Plan
+from flexcp.runtime.checks import check_gradients, shape_text
+from flexcp.runtime.documents import begins, positions_within
 
 
 def shard_batch(
@@ -58,7 +60,7 @@ def shard_batch(
     if size is None:
         raise FlexCPError(
             f"a batch with tensors of {plan.seq_len} tokens along dim 1",
-            ", ".join(f"{n} {_shape(x)}" for n, x in batch.items()) or "an empty batch",
+            ", ".join(f"{n} {shape_text(x)}" for n, x in batch.items()) or "an empty batch",
             "pass the whole batch, not a part of it, and make the plan for its length",
         )
     ids = _document_ids(documents, size)
@@ -111,12 +113,7 @@ def cross_entropy(
     >>> cross_entropy(logits, torch.tensor([[1, -100]]), num_scored=1)
     tensor(1.3863)
     """
-    if gradients not in ("summed", "averaged"):
-        raise FlexCPError(
-            'gradients to be "summed" or "averaged"',
-            repr(gradients),
-            "say what your trainer does with the gradients of the ranks",
-        )
+    check_gradients(gradients)
     if gradients == "averaged" and ranks is None:
         raise FlexCPError(
             "the number of ranks, if their gradients are averaged",
@@ -146,7 +143,7 @@ def _check_known(batch: Mapping[str, Any], size: tuple[int, int]) -> None:
         if x is not None and given not in shapes:
             raise FlexCPError(
                 f"{name} of shape [{size[0]}, {size[1]}], as the batch has tokens",
-                _shape(x),
+                shape_text(x),
                 "pass the whole batch, with one entry per token",
             )
 
@@ -188,20 +185,9 @@ def _shifted(labels: Tensor, ids: Tensor | None, ignore_index: int) -> Tensor:
     shifted = _next(labels, ignore_index)
     if ids is None:
         return shifted
-    ends = torch.ones_like(ids, dtype=torch.bool)
-    ends[:, :-1] = ids[:, 1:] != ids[:, :-1]
+    ends = _next(begins(ids), True)
     return shifted.masked_fill(ends.to(labels.device), ignore_index)
 
 
 def _positions(ids: Tensor | None, size: tuple[int, int]) -> Tensor:
-    every = torch.arange(size[1]).expand(size)
-    if ids is None:
-        return every
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    first = torch.where(begins, every, 0).cummax(1).values
-    return every - first
-
-
-def _shape(x: Any) -> str:
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+    return torch.arange(size[1]).expand(size) if ids is None else positions_within(ids)

@@ -10,6 +10,21 @@ from flexcp.errors import FlexCPError
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def shape_text(x: object) -> str:
+    """What to say of something that should have been a tensor of another shape."""
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def check_gradients(gradients: str) -> None:
+    """Raises unless it is known what is done with the gradients of the ranks."""
+    if gradients not in ("summed", "averaged"):
+        raise FlexCPError(
+            'gradients to be "summed" or "averaged"',
+            repr(gradients),
+            "say what your trainer does with the gradients of the ranks",
+        )
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """Raises unless q, k and v fit each other."""
     tensors = {"query": q, "key": k, "value": v}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from flexcp.comm.summing import replace_by_sums
 
 T = TypeVar("T")
 
@@ -39,11 +40,11 @@ class Team:
         if self.mesh is None:
             return
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in gradients])
-        self.sum_(flat)
-        parts = flat.split([g.numel() for g in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        replace_by_sums(gradients, self._summed)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        self.sum_(x)
+        return x
 
     def share(self, x: T) -> T:
         """What rank 0 passes, on every rank; an exception there must be passed as a value."""

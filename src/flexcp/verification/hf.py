@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, document
+from flexcp.runtime.documents import positions_within
 
 _TINY = {
     "vocab_size": 96,
@@ -168,7 +168,4 @@ def with_documents(batch: Mapping[str, Any], tokens: Tensor, documents: Tensor) 
     if "position_ids" in batch:
         return dict(batch)
     ids = documents.expand(tokens.shape[0], tokens.shape[1])
-    every = torch.arange(ids.shape[1]).expand_as(ids)
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return {**batch, "position_ids": every - torch.where(begins, every, 0).cummax(1).values}
+    return {**batch, "position_ids": positions_within(ids)}

@@ -16,23 +16,24 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
+from flexcp.comm.summing import sum_in_place
 from flexcp.errors import FlexCPError
 from flexcp.integrations.transformers import refused
 from flexcp.integrations.transformers.attention import IMPLEMENTATION, UNDER_WAY, Sharding
 from flexcp.integrations.transformers.batch import (
     document_ids,
     local_part,
-    positions_within,
     shape_of,
     shifted_labels,
 )
 from flexcp.integrations.transformers.global_masks import MaskKind, TokenFacts, global_masks
 from flexcp.integrations.transformers.habits import counts_from_zero, infers_documents
 from flexcp.integrations.transformers.rope import rotary_modules, tell_the_last_position
-from flexcp.integrations.transformers.summing import sum_in_place
 from flexcp.layout import Layout
 from flexcp.plan import Machine, Plan, Ranks
 from flexcp.runtime import make_plan
+from flexcp.runtime.checks import check_gradients
+from flexcp.runtime.documents import positions_within
 
 SHARDING = "flexcp_sharding"
 """The name under which a sharding travels in a batch."""
@@ -271,12 +272,7 @@ def attach(
     >>> simulate(rank, 2)
     [5, 5]
     """
-    if gradients not in ("summed", "averaged"):
-        raise FlexCPError(
-            'gradients to be "summed" or "averaged"',
-            repr(gradients),
-            "say what your trainer does with the gradients of the ranks",
-        )
+    check_gradients(gradients)
     target = refused.language_model(model)
     if "_flexcp" in vars(target):
         raise FlexCPError(

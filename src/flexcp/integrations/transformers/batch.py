@@ -11,6 +11,8 @@ from torch import Tensor
 from flexcp.errors import FlexCPError
 from flexcp.masks import ids_from_lengths
 from flexcp.plan import Plan
+from flexcp.runtime.checks import shape_text
+from flexcp.runtime.documents import begins
 
 NAMES_OF_DOCUMENTS = ("document_ids", "seq_idx")
 """Under which a batch says which document a token belongs to."""
@@ -27,7 +29,7 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
             return x.shape[0], x.shape[1]
     raise FlexCPError(
         "a batch with input_ids [B, S], or inputs_embeds [B, S, hidden size]",
-        ", ".join(f"{n} {_shape(x)}" for n, x in batch.items()) or "an empty batch",
+        ", ".join(f"{n} {shape_text(x)}" for n, x in batch.items()) or "an empty batch",
         "pass the whole batch of tokens, as for one process",
     )
 
@@ -55,21 +57,6 @@ def document_ids(
     return ids.long().expand(shape)
 
 
-def positions_within(documents: Tensor) -> Tensor:
-    """int64 [B, S] Positions that begin at 0 in every document.
-
-    >>> positions_within(torch.tensor([[7, 7, 7, 3, 3]]))
-    tensor([[0, 1, 2, 0, 1]])
-    """
-    every = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    return every - torch.where(_begins(documents), every, 0).cummax(1).values
-
-
-def _begins(documents: Tensor) -> Tensor:
-    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
-    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
-
-
 def shifted_labels(batch: Mapping[str, Any], unscored_starts: Tensor | None) -> Tensor | None:
     """int64 [B, S] For every token, the label of the token after it; None without labels.
 
@@ -85,7 +72,7 @@ def shifted_labels(batch: Mapping[str, Any], unscored_starts: Tensor | None) -> 
     if labels is None:
         return None
     if unscored_starts is not None:
-        labels = labels.masked_fill(_begins(unscored_starts.to(labels.device)), IGNORED)
+        labels = labels.masked_fill(begins(unscored_starts.to(labels.device)), IGNORED)
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
@@ -125,7 +112,3 @@ def local_part(
 
 def _is_sequence(x: Any, shape: tuple[int, int]) -> bool:
     return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == shape
-
-
-def _shape(x: Any) -> str:
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,23 @@ from torch import Tensor
 
 def sum_in_place(tensors: Sequence[Tensor], mesh: Any) -> None:
     """Replaces each tensor by its sum over the ranks; one message per type and dimension."""
+    replace_by_sums(tensors, lambda x: _sum(x, mesh))
+
+
+def replace_by_sums(tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
+    """Replaces tensors by what `total` makes of all those of one type, laid end to end.
+
+    >>> x, y = torch.ones(2, 2), torch.ones(3)
+    >>> replace_by_sums([x, y], lambda flat: 2 * flat)
+    >>> y
+    tensor([2., 2., 2.])
+    """
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault(x.dtype, []).append(x)
     for same in kinds.values():
-        flat = torch.cat([x.reshape(-1) for x in same])
-        total = _sum(flat, mesh)
-        for x, part in zip(same, total.split([x.numel() for x in same]), strict=True):
+        flat = total(torch.cat([x.reshape(-1) for x in same]))
+        for x, part in zip(same, flat.split([x.numel() for x in same]), strict=True):
             x.copy_(part.view_as(x))
 
 
