@@ -109,7 +109,7 @@ def run_backward(
     home = _Homecoming(program, transport, rows, dtype, f"gradients of {label}")
     for number, round_ in enumerate(flow):
         keys = flow.work(round_)
-        piece = keys.new_zeros(keys.shape, dtype=dtype)
+        piece: Tensor | None = None
         for lane in round_.lanes if q.numel() else ():
             at = slice(None) if lane.b is None else slice(lane.b, lane.b + 1)
             lane_k, lane_v = rows.for_kernel(keys, lane)
@@ -133,7 +133,9 @@ def run_backward(
                 grad_q[at] += found.q
             for total, part in zip(captured, found.captured, strict=True):
                 total += part
-            rows.add_gradient(piece, lane, found.k, found.v)
+            piece = rows.with_gradient(piece, keys, lane, found.k, found.v)
+        if piece is None:
+            piece = keys.new_zeros(keys.shape, dtype=dtype)
         home.after(number, round_, piece)
     grad_k, grad_v = home.arrive()
     grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
@@ -200,17 +202,18 @@ class _Rows:
             both = keys.permute(1, 2, 0, 3)
         else:
             both = keys.index_select(0, lane.keys.to(keys.device)).permute(1, 0, 2)[None]
-        return both[..., :d], both[..., d:]
+        # Rows far apart in memory cost the fused ops more than this copy.
+        return both[..., :d].contiguous(), both[..., d:].contiguous()
 
-    def add_gradient(self, piece: Tensor, lane: Lane, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Adds what a lane found to the gradient of a round's rows."""
-        if lane.b is None:
-            d = self.shape[3]
-            piece[..., :d] += grad_k.permute(2, 0, 1, 3)
-            piece[..., d:] += grad_v.permute(2, 0, 1, 3)
-        else:
-            both = torch.cat([grad_k, grad_v], dim=-1)
-            piece.index_add_(0, lane.keys.to(piece.device), both[0].permute(1, 0, 2))
+    def with_gradient(
+        self, piece: Tensor | None, keys: Tensor, lane: Lane, grad_k: Tensor, grad_v: Tensor
+    ) -> Tensor:
+        """The gradient of a round's rows so far, and what a lane found."""
+        both = torch.cat([grad_k, grad_v], dim=-1)
+        if lane.b is None:  # there is no other lane
+            return both.permute(2, 0, 1, 3).contiguous()
+        piece = keys.new_zeros(keys.shape, dtype=both.dtype) if piece is None else piece
+        return piece.index_add_(0, lane.keys.to(piece.device), both[0].permute(1, 0, 2))
 
     def home(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of K and V in their own shape."""
@@ -332,6 +335,9 @@ class _Homecoming:
         for pick in self._program.home:
             if pick.batch != number:
                 continue
+            if self._total is None and pick.takes_all_of(self._rows.own.shape[0]):
+                self._total = piece[: self._rows.own.shape[0]].clone()
+                continue
             if self._total is None:
                 self._total = torch.zeros_like(self._rows.own, dtype=self._dtype)
             _add(pick, piece, self._total)
@@ -357,11 +363,11 @@ class _Homecoming:
 
 
 def _add(pick: Pick, piece: Tensor, total: Tensor) -> None:
-    if pick.takes_all_of(piece.shape[0]) and pick.takes_all_of(total.shape[0]):
-        total += piece
-        return
-    part = piece.index_select(0, pick.source.to(total.device))
-    total.index_add_(0, pick.place.to(total.device), part)
+    for row, place, rows in pick.runs or ():
+        total.narrow(0, place, rows).add_(piece.narrow(0, row, rows))
+    if pick.runs is None:
+        part = piece.index_select(0, pick.source.to(total.device))
+        total.index_add_(0, pick.place.to(total.device), part)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -372,17 +378,23 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _put(
     picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Callable[[], Tensor]
 ) -> Tensor:
-    """The picked rows; nothing is copied if they are a whole batch as it is."""
-    if len(picks) == 1 and picks[0].in_order:
-        batch = batches[picks[0].batch]
-        assert batch is not None, "a batch was dropped before its last use"
-        if picks[0].takes_all_of(batch.shape[0]):
-            return batch
-        return batch.index_select(0, picks[0].source.to(batch.device))
+    """The picked rows; nothing is copied if they stand together in one batch."""
+    runs = picks[0].runs if len(picks) == 1 else None
+    if runs is not None and len(runs) == 1:
+        row, _, rows = runs[0]
+        return _held(picks[0], batches).narrow(0, row, rows)
     found = into()
     for pick in picks:
-        batch = batches[pick.batch]
-        assert batch is not None, "a batch was dropped before its last use"
-        part = batch.index_select(0, pick.source.to(found.device))
-        found.index_copy_(0, pick.place.to(found.device), part)
+        batch = _held(pick, batches)
+        for row, place, rows in pick.runs or ():
+            found.narrow(0, place, rows).copy_(batch.narrow(0, row, rows))
+        if pick.runs is None:
+            part = batch.index_select(0, pick.source.to(found.device))
+            found.index_copy_(0, pick.place.to(found.device), part)
     return found
+
+
+def _held(pick: Pick, batches: Sequence[Tensor | None]) -> Tensor:
+    batch = batches[pick.batch]
+    assert batch is not None, "a batch was dropped before its last use"
+    return batch

@@ -24,6 +24,9 @@ from flexcp.schedule.rounds import Step
 
 Spans = Sequence[tuple[int, int]]
 
+_SHORT_RUN = 16
+"""Runs of rows that are shorter than this, on average, are moved row by row."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pick:
@@ -37,19 +40,22 @@ class Pick:
     """int64 [n] Where they go."""
 
     @cached_property
-    def in_order(self) -> bool:
-        """Whether they go one after the other."""
-        return bool((self.place.diff() == 1).all())
+    def runs(self) -> tuple[tuple[int, int, int], ...] | None:
+        """Consecutive rows that go to consecutive places: (first row, first place, how many).
 
-    @cached_property
-    def _as_it_is(self) -> bool:
-        """Whether these are the first rows, in the same order, at the first places."""
-        order = torch.arange(self.source.numel())
-        return torch.equal(self.source, order) and torch.equal(self.place, order)
+        None if there are so many that it is cheaper to move the rows one by one.
+        """
+        breaks = (self.source.diff() != 1) | (self.place.diff() != 1)
+        first = torch.cat([torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1])
+        if first.numel() * _SHORT_RUN > self.source.numel() and first.numel() > 1:
+            return None
+        lengths = torch.cat([first[1:], torch.tensor([self.source.numel()])]) - first
+        table = torch.stack([self.source[first], self.place[first], lengths], dim=1)
+        return tuple((row, place, rows) for row, place, rows in table.tolist())
 
     def takes_all_of(self, rows: int) -> bool:
         """Whether these are all of so many rows, as they are."""
-        return self._as_it_is and self.source.numel() == rows
+        return self.runs == ((0, 0, rows),)
 
 
 @dataclass(frozen=True, eq=False)
