@@ -7,7 +7,7 @@ run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from flexcp.kernels.merge import merge_into
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
 from flexcp.runtime.rank_program import Lane, Message, Pick, RankProgram, Round
+from flexcp.runtime.rows import ROW, Rows, add_picked, joined, picked
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Kept]:
     """(out, lse) of the rank's queries over all keys, in the accumulation type."""
     total: tuple[Tensor, Tensor] | None = None
-    rows = _Rows.of(k, v, program)
+    rows = Rows.of(k, v, program)
     flow = _Flow(program, transport, rows, f"forward of {label}")
     for round_ in flow:
         keys = flow.work(round_)
@@ -104,7 +105,7 @@ def run_backward(
     grad_q: Tensor | None = None
     mods = [mod for mod in kernel.score_mods if mod is not None]
     captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
-    rows = _Rows.of(k, v, program)
+    rows = Rows.of(k, v, program)
     flow = _Flow(program, transport, rows, f"backward of {label}", kept)
     home = _Homecoming(program, transport, rows, dtype, f"gradients of {label}")
     for number, round_ in enumerate(flow):
@@ -145,12 +146,9 @@ def run_backward(
 def run_gather(
     program: RankProgram, transport: Transport, k: Tensor, v: Tensor, label: str
 ) -> Tensor:
-    """K and V of all rows that the rank computes against, in the order of the rounds.
-
-    [rows, B, G, D + Dv], or [rows, G, D + Dv] if batch elements have layouts of their own.
-    """
-    flow = _Flow(program, transport, _Rows.of(k, v, program), f"forward of {label}")
-    return torch.cat([flow.work(round_) for round_ in flow])
+    """K and V of all rows that the rank computes against, in the order of the rounds, as `Rows`."""
+    flow = _Flow(program, transport, Rows.of(k, v, program), f"forward of {label}")
+    return joined([flow.work(round_) for round_ in flow])
 
 
 def run_scatter(
@@ -166,63 +164,11 @@ def run_scatter(
 
     `rows_of_round` says which of its rows each round of the backward program speaks of.
     """
-    rows = _Rows.of(k, v, program)
+    rows = Rows.of(k, v, program)
     home = _Homecoming(program, transport, rows, gradient.dtype, f"gradients of {label}")
     for number, (round_, index) in enumerate(zip(program.rounds, rows_of_round, strict=True)):
-        home.after(number, round_, gradient.index_select(0, index.to(gradient.device)))
+        home.after(number, round_, gradient.index_select(ROW, index.to(gradient.device)))
     return home.arrive()
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """K and V of some tokens as one tensor with the tokens first: what is picked, sent and kept."""
-
-    own: Tensor
-    """[L, B, G, D + Dv], or [B * L, G, D + Dv] if batch elements have layouts of their own."""
-    shape: tuple[int, int, int, int, int]
-    """B, G, L, D, Dv."""
-    by_element: bool
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, program: RankProgram) -> _Rows:
-        both = torch.cat([k, v], dim=-1)
-        by_element = program.by_element
-        b, g, length = k.shape[:3]
-        own = both.permute(0, 2, 1, 3).flatten(0, 1) if by_element else both.permute(2, 0, 1, 3)
-        return cls(own.contiguous(), (b, g, length, k.shape[3], v.shape[3]), by_element)
-
-    def empty(self, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Room for some rows."""
-        return self.own.new_empty(rows, *self.own.shape[1:], dtype=dtype or self.own.dtype)
-
-    def for_kernel(self, keys: Tensor, lane: Lane) -> tuple[Tensor, Tensor]:
-        """K and V [B, G, n, D] of a lane."""
-        d = self.shape[3]
-        if lane.b is None:
-            both = keys.permute(1, 2, 0, 3)
-        else:
-            both = keys.index_select(0, lane.keys.to(keys.device)).permute(1, 0, 2)[None]
-        # Rows far apart in memory cost the fused ops more than this copy.
-        return both[..., :d].contiguous(), both[..., d:].contiguous()
-
-    def with_gradient(
-        self, piece: Tensor | None, keys: Tensor, lane: Lane, grad_k: Tensor, grad_v: Tensor
-    ) -> Tensor:
-        """The gradient of a round's rows so far, and what a lane found."""
-        both = torch.cat([grad_k, grad_v], dim=-1)
-        if lane.b is None:  # there is no other lane
-            return both.permute(2, 0, 1, 3).contiguous()
-        piece = keys.new_zeros(keys.shape, dtype=both.dtype) if piece is None else piece
-        return piece.index_add_(0, lane.keys.to(piece.device), both[0].permute(1, 0, 2))
-
-    def home(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of K and V in their own shape."""
-        b, g, length, d, dv = self.shape
-        if self.by_element:
-            both = total.view(b, length, g, d + dv).permute(0, 2, 1, 3)
-        else:
-            both = total.permute(1, 2, 0, 3)
-        return both[..., :d], both[..., d:]
 
 
 class _Flow:
@@ -232,7 +178,7 @@ class _Flow:
         self,
         program: RankProgram,
         transport: Transport,
-        rows: _Rows,
+        rows: Rows,
         label: str,
         kept: Kept | None = None,
     ) -> None:
@@ -249,7 +195,7 @@ class _Flow:
             assert pending is not None
             came = pending.wait()
             if not self._kept:
-                self.batches.append(_joined(came) if came else self._rows.empty(0))
+                self.batches.append(joined(came) if came else self._rows.empty(0))
             pending = self._start(number + 1) if number + 1 < len(rounds) else None
             yield round_
             self._forget(number)
@@ -260,16 +206,15 @@ class _Flow:
 
     def _start(self, number: int) -> Pending:
         round_ = self._program.rounds[number]
-        shape = self._rows.own.shape[1:]
         return self._transport.exchange(
             [(m.peer, self._picked(m.picks, m.rows)) for m in round_.sends if m.rows],
-            [(m.peer, (m.rows, *shape)) for m in round_.receives if m.rows],
+            [(m.peer, self._rows.shape_of(m.rows)) for m in round_.receives if m.rows],
             like=self._rows.own,
             label=f"round {number} of the {self._label}",
         )
 
     def _picked(self, picks: Sequence[Pick], rows: int) -> Tensor:
-        return _put(picks, self.batches, lambda: self._rows.empty(rows))
+        return picked(picks, self.batches, lambda: self._rows.empty(rows))
 
     def _forget(self, number: int) -> None:
         for batch, last in enumerate(self._program.last_use):
@@ -288,7 +233,7 @@ class _Homecoming:
         self,
         program: RankProgram,
         transport: Transport,
-        rows: _Rows,
+        rows: Rows,
         dtype: torch.dtype,
         label: str,
     ) -> None:
@@ -308,14 +253,13 @@ class _Homecoming:
         """Takes the gradient of a round's work, and sends off what the schedule says."""
         self._collect()
         self._take(2 * number, piece)
-        shape = self._rows.own.shape[1:]
         if not (round_.returns_in or round_.returns_out):
             return
         sends = [(m.peer, self._gathered(m)) for m in round_.returns_out if m.rows]
         self._pieces = {n: x for n, x in self._pieces.items() if self._last_sent[n] > number}
         pending = self._transport.exchange(
             sends,
-            [(m.peer, (m.rows, *shape)) for m in round_.returns_in if m.rows],
+            [(m.peer, self._rows.shape_of(m.rows)) for m in round_.returns_in if m.rows],
             like=self._rows.own,
             label=f"round {number} of the {self._label}",
         )
@@ -328,19 +272,20 @@ class _Homecoming:
         came = pending.wait()
         self._pending = None
         if came:
-            self._take(2 * number + 1, _joined(came).to(self._dtype))
+            self._take(2 * number + 1, joined(came).to(self._dtype))
 
     def _take(self, number: int, piece: Tensor) -> None:
         """Adds what is the rank's own, and keeps the piece if some of it is to be sent."""
         for pick in self._program.home:
             if pick.batch != number:
                 continue
-            if self._total is None and pick.takes_all_of(self._rows.own.shape[0]):
-                self._total = piece[: self._rows.own.shape[0]].clone()
+            own = self._rows.own
+            if self._total is None and pick.takes_all_of(own.shape[ROW]):
+                self._total = piece.narrow(ROW, 0, own.shape[ROW]).clone()
                 continue
             if self._total is None:
-                self._total = torch.zeros_like(self._rows.own, dtype=self._dtype)
-            _add(pick, piece, self._total)
+                self._total = torch.zeros_like(own, dtype=self._dtype)
+            add_picked(pick, piece, self._total)
         if number in self._last_sent:
             self._pieces[number] = piece
 
@@ -354,47 +299,9 @@ class _Homecoming:
     def _gathered(self, message: Message) -> Tensor:
         own = self._rows.own
         first = message.picks[0] if len(message.picks) == 1 else None
-        if first is not None and first.takes_all_of(self._pieces[first.batch].shape[0]):
+        if first is not None and first.takes_all_of(self._pieces[first.batch].shape[ROW]):
             return self._pieces[first.batch].to(own.dtype)
-        total = own.new_zeros(message.rows, *own.shape[1:], dtype=self._dtype)
+        total = own.new_zeros(self._rows.shape_of(message.rows), dtype=self._dtype)
         for pick in message.picks:
-            _add(pick, self._pieces[pick.batch], total)
+            add_picked(pick, self._pieces[pick.batch], total)
         return total.to(own.dtype)
-
-
-def _add(pick: Pick, piece: Tensor, total: Tensor) -> None:
-    for row, place, rows in pick.runs or ():
-        total.narrow(0, place, rows).add_(piece.narrow(0, row, rows))
-    if pick.runs is None:
-        part = piece.index_select(0, pick.source.to(total.device))
-        total.index_add_(0, pick.place.to(total.device), part)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all rows; the part itself if there is one only."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _put(
-    picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Callable[[], Tensor]
-) -> Tensor:
-    """The picked rows; nothing is copied if they stand together in one batch."""
-    runs = picks[0].runs if len(picks) == 1 else None
-    if runs is not None and len(runs) == 1:
-        row, _, rows = runs[0]
-        return _held(picks[0], batches).narrow(0, row, rows)
-    found = into()
-    for pick in picks:
-        batch = _held(pick, batches)
-        for row, place, rows in pick.runs or ():
-            found.narrow(0, place, rows).copy_(batch.narrow(0, row, rows))
-        if pick.runs is None:
-            part = batch.index_select(0, pick.source.to(found.device))
-            found.index_copy_(0, pick.place.to(found.device), part)
-    return found
-
-
-def _held(pick: Pick, batches: Sequence[Tensor | None]) -> Tensor:
-    batch = batches[pick.batch]
-    assert batch is not None, "a batch was dropped before its last use"
-    return batch

@@ -8,6 +8,7 @@ numbers of the plan, known while the graph is made.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -149,10 +150,12 @@ def _kept(call: Call, flat: Tensor, k: Tensor, v: Tensor) -> Kept | None:
     if not call.plan.schedules[call.mask].keeps_kv:
         return None
     program = call.program("forward")
-    each = (k.shape[1], k.shape[3] + v.shape[3])
-    shape = each if program.by_element else (k.shape[0], *each)
+    heads, width = k.shape[1], k.shape[3] + v.shape[3]
+    leading = (heads,) if program.by_element else (k.shape[0], heads)
     counts = [sum(m.rows for m in round_.receives) for round_ in program.rounds]
-    return Kept([None, *flat.view(sum(counts), *shape).split(counts)])
+    parts = flat.split([math.prod(leading) * rows * width for rows in counts])
+    shapes = ((*leading, rows, width) for rows in counts)
+    return Kept([None, *(x.view(s) for x, s in zip(parts, shapes, strict=True))])
 
 
 @_attention_backward.register_fake

@@ -20,6 +20,7 @@ from flexcp.plan import Plan
 from flexcp.runtime.executor import run_gather, run_scatter
 from flexcp.runtime.passes import label_of, prepare_call, shifted, transport_of
 from flexcp.runtime.rank_program import RankProgram, Work, rank_program, rows_of_spans
+from flexcp.runtime.rows import ROW
 from flexcp.runtime.traced import TracedPlan, no_keys, run_traced, traced_plan
 from flexcp.schedule import make_schedule
 from flexcp.tokens import owner_of
@@ -127,9 +128,9 @@ def traced_parallel_attention(
             parts.append(no_keys(own, v, sinks))
             continue
         if lane.b is None:
-            keys, mod = both.permute(1, 2, 0, 3), score_mod
+            keys, mod = both, score_mod
         else:
-            keys = both[torch.tensor(lane.keys, device=both.device)].permute(1, 0, 2)[None]
+            keys = both[:, torch.tensor(lane.keys, device=both.device)][None]
             mod = shifted(score_mod, lane.b, 0)
         own_k, own_v = keys[..., : k.shape[3]], keys[..., k.shape[3] :]
         parts.append(run_traced(lane.plan, own, own_k, own_v, mod, factor, sinks)[:2])
@@ -150,7 +151,7 @@ def _fetched(
     by_element: bool,
     rows: int,
 ) -> Tensor:
-    """K and V of all rows that this rank's queries need, side by side, with the rows first."""
+    """K and V of all rows that this rank's queries need, side by side."""
     plan = owner_of(token)
     assert isinstance(plan, Plan)
     call = prepare_call(q, k, v, plan, mask, None, scale, None)
@@ -158,7 +159,7 @@ def _fetched(
     fetch = _fetch(plan, mask)
     assert (fetch.rows, fetch.forward.by_element) == (rows, by_element)
     came = run_gather(fetch.forward, call.transport, k, v, call.label)
-    return came.index_select(0, fetch.order.to(came.device))
+    return came.index_select(ROW, fetch.order.to(came.device))
 
 
 @_fetched.register_fake
@@ -174,8 +175,8 @@ def _(
     by_element: bool,
     rows: int,
 ) -> Tensor:
-    each = (k.shape[1], k.shape[3] + v.shape[3])
-    return k.new_empty((rows, *each) if by_element else (rows, k.shape[0], *each))
+    each = (k.shape[1], rows, k.shape[3] + v.shape[3])
+    return k.new_empty(each if by_element else (k.shape[0], *each))
 
 
 @torch.library.custom_op("flexcp::return_rows", mutates_args=())
