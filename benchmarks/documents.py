@@ -7,7 +7,10 @@ shorter than 600 tokens, and a few of 100,000 hold most of the work.
 
 import csv
 import random
+from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 _TABLE = Path(__file__).parent / "data" / "doc_length_distribution.csv"
 
@@ -42,3 +45,34 @@ def packed_document_lengths(total: int, seed: int) -> list[int]:
         lengths.append(length)
         left -= length
     return lengths
+
+
+@cache
+def published_packs(total: int, count: int) -> list[list[int]]:
+    """Lengths of the documents of the first packs on which MagiAttention publishes its figures.
+
+    Every document of the corpus has the middle length of its bin, and is cut into quarters of a
+    pack if it is longer than that. All of them are shuffled and laid end to end; a pack is a
+    stretch of the whole, whatever it cuts; and the packs are shuffled.
+
+    >>> [(len(pack), max(pack)) for pack in published_packs(1 << 19, 3)]
+    [(313, 32768), (336, 49152), (358, 49152)]
+    """
+    most = total // 4
+    middles = [((low + high) // 2, number) for low, high, number in length_bins()]
+    quarters = sum(length // most * number for length, number in middles)
+    parts = [(most, quarters), *((n % most, number) for n, number in middles if n % most)]
+    lengths, numbers = zip(*parts, strict=True)
+    corpus = np.repeat(np.array(lengths, np.int32), numbers)
+    draw = np.random.default_rng(42)
+    draw.shuffle(corpus)
+    ends = np.cumsum(corpus, dtype=np.int64)
+    order = list(range(int(ends[-1]) // total))
+    draw.shuffle(order)
+    packs = []
+    for begin in (total * place for place in order[:count]):
+        first, last = np.searchsorted(ends, [begin, begin + total], side="right")
+        inside = ends[first:last]
+        edges = np.unique(np.concatenate([[begin], inside, [begin + total]]))
+        packs.append(np.diff(edges).tolist())
+    return packs

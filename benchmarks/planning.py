@@ -7,6 +7,9 @@ fraction of what an all-gather brings, predicted time on every machine preset, a
     python benchmarks/planning.py --out out/benchmarks            # the table of targets, and cells
     python benchmarks/planning.py --quick                         # up to 128K tokens
     python benchmarks/planning.py --packs 30                      # documents only, on many packs
+
+The table of targets has the packs of documents on which its figures were published; the cells have
+packs whose longest documents are not cut to a quarter, and "--packs" tries many of both kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from documents import packed_document_lengths
+from documents import packed_document_lengths, published_packs
+from planning_report import draw, print_cells, print_packs, print_targets
 
 from flexcp import BlockGrid, Mask, build_block_grid, masks
 from flexcp.layout import (
@@ -79,8 +83,8 @@ CELL_MASKS = (
 )
 
 
-def mask_named(name: str, tokens: int, seed: int) -> Mask:
-    lengths = packed_document_lengths(tokens, seed)
+def mask_named(name: str, tokens: int, lengths: list[int]) -> Mask:
+    """A mask by its name; those with documents have documents of these lengths."""
     documents = masks.document(lengths=lengths)
     branches = [tokens // 16] * 14
     return {
@@ -98,8 +102,10 @@ def mask_named(name: str, tokens: int, seed: int) -> Mask:
     }[name]
 
 
-def packs_of(name: str) -> int:
-    return PACKS if "documents" in name or name == "block-causal + global" else 1
+def packs_of(name: str, tokens: int) -> list[list[int]]:
+    """Packs on which a row of the table is measured."""
+    several = "documents" in name or name == "block-causal + global"
+    return published_packs(tokens, PACKS)[: PACKS if several else 1]
 
 
 def greedy_chunks(grid: BlockGrid, ranks: int) -> Layout:
@@ -155,13 +161,12 @@ def plan_of(strategy: Strategy, grid: BlockGrid, ranks: int) -> tuple[Schedule, 
     return schedule, Load.of([grid], grouped(layout, inner))
 
 
-def measured(name: str, tokens: int, ranks: int, seed: int, **options: object) -> dict[str, float]:
+def measured(mask: Mask, tokens: int, ranks: int) -> dict[str, float]:
     """Our own plan: imbalance, received rows, planning seconds (best of 3)."""
-    mask = mask_named(name, tokens, seed)
     seconds = []
-    for _ in range(3 if tokens <= 1 << 20 else 1):
+    for _ in range(3):
         begin = time.perf_counter()
-        plan = make_plan(mask, tokens, ranks, **options)
+        plan = make_plan(mask, tokens, ranks)
         seconds.append(time.perf_counter() - begin)
     stats = plan.stats()
     whole = tokens * (ranks - 1) / ranks
@@ -176,8 +181,8 @@ def measured(name: str, tokens: int, ranks: int, seed: int, **options: object) -
     }
 
 
-def greedy_measured(name: str, tokens: int, ranks: int, seed: int) -> dict[str, float]:
-    grid = build_block_grid(mask_named(name, tokens, seed), tokens)
+def greedy_measured(mask: Mask, tokens: int, ranks: int) -> dict[str, float]:
+    grid = build_block_grid(mask, tokens)
     layout = greedy_chunks(grid, ranks)
     areas = area_per_rank([grid], layout).double()
     schedule = make_schedule("exchange", [grid], layout)
@@ -188,14 +193,12 @@ def greedy_measured(name: str, tokens: int, ranks: int, seed: int) -> dict[str, 
     }
 
 
-def unavoidable(row: Target) -> float:
+def unavoidable(row: Target, packs: list[list[int]]) -> float:
     """What some rank has to receive: the longest document's last row needs all of it."""
     if "documents" not in row.mask:
         return 0.0
-    share, packs = row.tokens // row.ranks, range(packs_of(row.mask))
-    longest = [max(packed_document_lengths(row.tokens, seed)) for seed in packs]
-    rows = sum(max(0, n - share) for n in longest) / len(longest)
-    return rows / (row.tokens - share)
+    share = row.tokens // row.ranks
+    return sum(max(0, max(pack) - share) for pack in packs) / len(packs) / (row.tokens - share)
 
 
 def targets(limit: int) -> Iterator[dict[str, object]]:
@@ -203,10 +206,10 @@ def targets(limit: int) -> Iterator[dict[str, object]]:
     for row in rows:
         if row.tokens > limit:
             continue
-        ours = [measured(row.mask, row.tokens, row.ranks, s) for s in range(packs_of(row.mask))]
-        theirs = [
-            greedy_measured(row.mask, row.tokens, row.ranks, s) for s in range(packs_of(row.mask))
-        ]
+        packs = packs_of(row.mask, row.tokens)
+        chosen = [mask_named(row.mask, row.tokens, pack) for pack in packs]
+        ours = [measured(mask, row.tokens, row.ranks) for mask in chosen]
+        theirs = [greedy_measured(mask, row.tokens, row.ranks) for mask in chosen]
         yield {
             "mask": row.mask,
             "tokens": row.tokens,
@@ -217,7 +220,7 @@ def targets(limit: int) -> Iterator[dict[str, object]]:
             "received_mean": sum(x["received_mean"] for x in ours) / len(ours),
             "received_rows": max(x["received_rows"] for x in ours),
             "target": row.received,
-            "unavoidable": unavoidable(row),
+            "unavoidable": unavoidable(row, packs),
             "greedy_imbalance": max(x["imbalance"] for x in theirs),
             "greedy_received": sum(x["received"] for x in theirs) / len(theirs),
             "planning": max(x["planning"] for x in ours),
@@ -227,51 +230,42 @@ def targets(limit: int) -> Iterator[dict[str, object]]:
 def many_packs(count: int) -> Iterator[dict[str, object]]:
     """Layouts alone, on many packs of documents: a few packs may be unlike most others."""
     for row in TARGETS:
-        if not row.mask.startswith("documents"):
-            continue
-        share = row.tokens // row.ranks
-        found = []
-        for seed in range(count):
-            grid = build_block_grid(mask_named(row.mask, row.tokens, seed), row.tokens)
-            longest = max(packed_document_lengths(row.tokens, seed))
-            pair = [balanced([grid], row.ranks), greedy_chunks(grid, row.ranks)]
-            areas = [area_per_rank([grid], layout).double() for layout in pair]
-            rows = [rows_needed([grid], layout).counts(row.ranks).max() for layout in pair]
-            found.append(
-                [
-                    *(float(r) / (row.tokens - share) for r in rows),
-                    *(float(a.max() / a.mean()) for a in areas),
-                    max(0, longest - share) / (row.tokens - share),
-                ]
-            )
-        ours, theirs, even, uneven, least = zip(*found, strict=True)
-        groups = [sum(ours[i : i + PACKS]) / PACKS for i in range(0, count - PACKS + 1, PACKS)]
-        yield {
-            "mask": row.mask,
-            "tokens": row.tokens,
-            "ranks": row.ranks,
-            "received": sum(ours) / count,
-            "groups": groups,
-            "unavoidable": sum(least) / count,
-            "imbalance": max(even),
-            "greedy_received": sum(theirs) / count,
-            "greedy_imbalance": max(uneven),
-            "worse": sum(a > b for a, b in zip(ours, theirs, strict=True)),
-        }
+        if row.mask.startswith("documents"):
+            drawn = [packed_document_lengths(row.tokens, seed) for seed in range(count)]
+            yield of_packs(row, "as published", published_packs(row.tokens, count))
+            yield of_packs(row, "uncut", drawn)
 
 
-def print_packs(rows: list[dict[str, object]], count: int) -> None:
-    print(
-        f"{count} packs          tokens ranks  received (3 packs: from, to)  least  imbal. | "
-        "greedy  imbal. | packs on which greedy receives less"
-    )
-    for r in rows:
-        print(
-            f"{r['mask']:18} {r['tokens'] >> 10:6}K {r['ranks']:4}  {r['received']:8.3f} "
-            f"({min(r['groups']):.3f}, {max(r['groups']):.3f}) {r['unavoidable']:12.3f} "
-            f"{r['imbalance']:7.4f} | {r['greedy_received']:6.3f} {r['greedy_imbalance']:7.3f} | "
-            f"{r['worse']}"
+def of_packs(row: Target, kind: str, packs: list[list[int]]) -> dict[str, object]:
+    """How our layouts and fixed chunks do on all packs."""
+    share = row.tokens // row.ranks
+    found = []
+    for pack in packs:
+        grid = build_block_grid(mask_named(row.mask, row.tokens, pack), row.tokens)
+        pair = [balanced([grid], row.ranks), greedy_chunks(grid, row.ranks)]
+        areas = [area_per_rank([grid], layout).double() for layout in pair]
+        rows = [rows_needed([grid], layout).counts(row.ranks).max() for layout in pair]
+        found.append(
+            [
+                *(float(r) / (row.tokens - share) for r in rows),
+                *(float(a.max() / a.mean()) for a in areas),
+            ]
         )
+    ours, theirs, even, uneven = zip(*found, strict=True)
+    count = len(packs)
+    return {
+        "mask": row.mask,
+        "packs": kind,
+        "tokens": row.tokens,
+        "ranks": row.ranks,
+        "received": sum(ours) / count,
+        "groups": [sum(ours[i : i + PACKS]) / PACKS for i in range(0, count - PACKS + 1, PACKS)],
+        "unavoidable": unavoidable(row, packs),
+        "imbalance": max(even),
+        "greedy_received": sum(theirs) / count,
+        "greedy_imbalance": max(uneven),
+        "worse": sum(a > b for a, b in zip(ours, theirs, strict=True)),
+    }
 
 
 def cells(limit: int) -> Iterator[dict[str, object]]:
@@ -279,7 +273,7 @@ def cells(limit: int) -> Iterator[dict[str, object]]:
         if tokens > limit:
             continue
         for name in CELL_MASKS:
-            mask = mask_named(name, tokens, 0)
+            mask = mask_named(name, tokens, packed_document_lengths(tokens, seed=0))
             grid = build_block_grid(mask, tokens, heads=SHAPE.num_heads)
             ours: dict[str, float] = {}
             chosen: dict[str, str] = {}
@@ -314,8 +308,9 @@ def special() -> dict[str, object]:
     """The targets that are not rows of the table."""
     tokens, ranks = 1 << 20, 64
     found: dict[str, object] = {}
-    documents = mask_named("documents, causal", tokens, 0)
-    window = mask_named("window 4096", tokens, 0)
+    lengths = packed_document_lengths(tokens, seed=0)
+    documents = mask_named("documents, causal", tokens, lengths)
+    window = mask_named("window 4096", tokens, lengths)
     for name, other in (("causal + documents", documents), ("causal + window", window)):
         plan = make_plan({"full": masks.causal(), "other": other}, tokens, ranks)
         found[f"imbalance of {name}"] = plan.stats().imbalance
@@ -333,63 +328,6 @@ def special() -> dict[str, object]:
     found["full mask: chosen"] = plan.considered[0][0]
     found["full mask: bytes relative to the ring"] = ours / theirs
     return found
-
-
-def print_targets(rows: list[dict[str, object]]) -> None:
-    print(
-        f"{'mask':24} {'tokens':>7} {'ranks':>5} {'imbal.':>7} {'bound':>6} {'recv':>6} "
-        f"{'mean':>6} {'least':>6} {'target':>6} | {'greedy':>7} {'recv':>6} | {'plan s':>6}"
-    )
-    for r in rows:
-        target = "" if r["target"] is None else f"{r['target']:.3f}"
-        print(
-            f"{r['mask']:24} {r['tokens'] >> 10:6}K {r['ranks']:5} {r['imbalance']:7.4f} "
-            f"{r['bound']:6.3f} {r['received']:6.3f} {r['received_mean']:6.3f} "
-            f"{r['unavoidable']:6.3f} {target:>6} | "
-            f"{r['greedy_imbalance']:7.3f} {r['greedy_received']:6.3f} | {r['planning']:6.2f}"
-        )
-
-
-def print_cells(rows: list[dict[str, object]]) -> None:
-    print(
-        f"\n{'mask':22} {'tokens':>6} {'ranks':>5} {'machine':12} {'flexcp ms':>10}  "
-        "others relative to flexcp (below 1 would be better)"
-    )
-    for r in rows:
-        for machine in PRESETS:
-            ours = r["ours"][machine.name]
-            ratios = ", ".join(f"{n} {o[machine.name] / ours:.3f}" for n, o in r["others"].items())
-            best = min(o[machine.name] / ours for o in r["others"].values())
-            mark = "" if best >= 1 - 1e-9 else "  <-- not the best"
-            print(
-                f"{r['mask']:22} {r['tokens'] >> 10:5}K {r['ranks']:5} {machine.name:12} "
-                f"{ours * 1e3:10.3f}  {ratios}{mark}"
-            )
-        print(f"{'':22} planning {r['planning']:.2f} s; {r['chosen']['h100-ib']}")
-
-
-def draw(rows: list[dict[str, object]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    machine = "h100-ib"
-    labels = [f"{r['mask']}\n{r['tokens'] >> 10}K/{r['ranks']}" for r in rows]
-    figure, axes = plt.subplots(figsize=(max(8, 0.5 * len(rows)), 5))
-    for strategy in STRATEGIES:
-        values = [
-            r["others"].get(strategy.name, {}).get(machine, float("nan")) / r["ours"][machine]
-            for r in rows
-        ]
-        axes.plot(range(len(rows)), values, "o", label=strategy.name)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(rows)), labels, rotation=90, fontsize=7)
-    axes.set_ylabel(f"predicted time relative to flexcp's plan ({machine})")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
 
 
 def main() -> None:

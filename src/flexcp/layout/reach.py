@@ -40,6 +40,21 @@ def rows_needed(grids: Sequence[BlockGrid], layout: Layout) -> RowSets:
     return without(_joined(found), layout.owned)
 
 
+def rows_in_tiles(grids: Sequence[BlockGrid], layout: Layout) -> Tensor:
+    """int64 [ranks] Rows of others in tiles that a rank's queries look into: no fewer than needed.
+
+    For a layout that is the same for all batch elements.
+    """
+    found = []
+    for grid in grids:
+        pieces, size = Pieces.of(layout, 0, grid.block_size[0]), grid.block_size[1]
+        for runs in grid.runs:
+            at, run = runs_of_rows(runs, pieces.block)
+            stop = (runs.stop[run] * size).clamp(max=grid.kv_len)
+            found.append(row_sets(pieces.rank[at], runs.start[run] * size, stop))
+    return without(_joined(found), layout.owned).counts(layout.ranks)
+
+
 def _joined(sets: Sequence[RowSets]) -> RowSets:
     if len(sets) == 1:
         return sets[0]

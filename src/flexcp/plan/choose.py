@@ -4,71 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import partial
 
-import torch
-
-from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
-from flexcp.layout import (
-    Layout,
-    area_per_rank,
-    balanced,
-    contiguous,
-    dealt,
-    head_tail,
-    per_document_head_tail,
-    ptrr,
-    striped,
-)
+from flexcp.layout import Layout, area_per_rank, dealt
 from flexcp.layout.fill import fold
-from flexcp.layout.policies import even_edges
+from flexcp.layout.reach import rows_in_tiles
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost, price
-from flexcp.plan.load import Load
-from flexcp.plan.machine import Machine
-from flexcp.plan.mesh import Ranks
-from flexcp.plan.shape import AttentionShape
-from flexcp.schedule import Needs, Schedule, make_schedule
-from flexcp.schedule.ulysses import grouped
+from flexcp.plan.prepared import Prepared
+from flexcp.plan.problem import Problem, named_layout, split_groups
+from flexcp.schedule import Schedule, make_schedule
 
-LAYOUTS = ("auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced")
-"""The names of all layouts."""
 _DENSE = 0.2
 """From this share of an all-gather on, rotating or gathering everything may be as good."""
 
 _CHUNKS, _MOST_LINES = 8, 1 << 21
 """Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
+_MOST_DENSE_LINES = 1 << 17
+"""The same for single blocks that are dealt out, under a mask by which everybody needs all."""
 _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
 _FLAT = 1.001
 """Ranks that are as even as this need no other layout to be more so."""
+_GOOD = 1.0005
+"""What is as close as this to the best that a layout can do is left alone."""
+_FAR = 1.25
+"""Groups that are as much slower than others are not made faster by another layout."""
+_SEEN = 0.8
+"""How much is needed, at least, of the rows in the tiles that ranks look into."""
+_MORE_ROWS = 1.1
+"""Where heads are not shared, no layout is tried by which ranks receive so many times more."""
 _HARDLY_MORE = 1.02
 """What a schedule that fetches rows again in backward may cost, relative to one that keeps them."""
 _EVEN = 1.015
 """Groups of ranks that are as even as this keep the layout that was made for the ranks."""
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """What is to be planned."""
-
-    grids: Mapping[str, BlockGrid]
-    ranks: Ranks
-    shape: AttentionShape
-    machine: Machine
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens."""
-        return next(iter(self.grids.values())).q_len
-
-    @cached_property
-    def pairs_per_row(self) -> float:
-        """Pairs, over all heads, that a rank computes while it receives one row of K and V."""
-        row = self.shape.kv_bytes(self.shape.num_kv_heads) * self.shape.batch
-        return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +58,16 @@ class Candidate:
     def compute(self) -> float:
         """The same without transfers."""
         return sum(c.compute for c in self.costs.values())
+
+    @property
+    def even(self) -> float:
+        """The same if all had the same work and nothing were waited for."""
+        return sum(c.even for c in self.costs.values())
+
+    @property
+    def inner(self) -> int:
+        """Ranks that share heads."""
+        return next(iter(self.schedules.values())).inner
 
     @property
     def keeps_much(self) -> bool:
@@ -116,53 +96,34 @@ def describe(schedule: Schedule) -> str:
     return f"hybrid {schedule.groups.ranks} x {schedule.inner} ({how})"
 
 
-def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
-    """A layout by its name; "auto" is the balanced one."""
-    grids, length = list(problem.grids.values()), problem.seq_len
-    block = grids[0].block_size[0]
-    if name in ("auto", "balanced"):
-        return balanced(grids, ranks, pairs_per_row=problem.pairs_per_row)
-    if name == "contiguous":
-        return contiguous(length, ranks)
-    if name == "head_tail":
-        return head_tail(length, ranks)
-    if name == "striped":
-        return striped(length, ranks, stripe=min(block, max(1, length // ranks)))
-    if name == "per_document":
-        edges = torch.cat([torch.tensor([0]), Work.of(grids).seams, torch.tensor([length])])
-        return per_document_head_tail(edges.diff().tolist(), ranks)
-    if name == "ptrr":
-        return ptrr(Work.of(grids).blocks, length, ranks, block_size=block)
-    raise FlexCPError(
-        f"a layout among {', '.join(LAYOUTS)}, or a Layout",
-        repr(name),
-        "pass one of those names, or a Layout made for this sequence",
-    )
-
-
 def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candidate]:
     """The candidates that were priced: the chosen one, then the others, cheapest first."""
     splits = _splits(problem, schedule)
     chosen = (
         layout if isinstance(layout, Layout) else named_layout(layout, problem, problem.ranks.size)
     )
-    ready = {name: _Prepared.of(grid, chosen, schedule) for name, grid in problem.grids.items()}
+    ready = Prepared.of(problem, chosen, schedule)
     found: list[Candidate] = []
     for inner in splits:
         if not found or not _cannot_win(problem, found, ready, inner):
-            found.extend(_options(problem, chosen, ready, inner, schedule))
-    found.sort(key=lambda c: c.seconds)
-    inner = next(iter(found[0].schedules.values())).inner
-    if layout in ("auto", "balanced") and _uneven(ready, inner):
+            found.extend(_options(problem, ready, inner, schedule))
+    inner = min(found, key=lambda c: c.seconds).inner
+    if layout in ("auto", "balanced") and ready.is_uneven(inner, _EVEN) and inner > 1:
         again = split_groups(named_layout("balanced", problem, problem.ranks.size // inner), inner)
-        ready = {name: _Prepared.of(g, again, schedule) for name, g in problem.grids.items()}
-        found.extend(_options(problem, again, ready, inner, schedule))
-    if layout == "auto":
-        for other in _other_layouts(problem, chosen, ready):
-            ready = {name: _Prepared.of(g, other, schedule) for name, g in problem.grids.items()}
-            for split in dict.fromkeys((inner, 1)):
-                if split in splits and not _cannot_win(problem, found, ready, split):
-                    found.extend(_options(problem, other, ready, split, schedule))
+        ready = Prepared.of(problem, again, schedule)
+        found.extend(_options(problem, ready, inner, schedule))
+    if layout == "auto" and problem.ranks.size > 1 and chosen.lanes == 1:
+        tried = [n for n in dict.fromkeys((inner, 1)) if n in splits]
+        for other in _other_layouts(problem, ready):
+            prepared = Prepared.of(problem, other, schedule)
+            for split in tried:
+                if not _cannot_win(problem, found, prepared, split):
+                    found.extend(_options(problem, prepared, split, schedule))
+        for split in tried:
+            groups = _dealt_out(problem, ready, split, found)
+            if groups is not None:
+                prepared = Prepared.of(problem, split_groups(groups, split), schedule, split)
+                found.extend(_options(problem, prepared, split, schedule, few=True))
     return _modest_first(sorted(found, key=lambda c: c.seconds))
 
 
@@ -174,28 +135,15 @@ def _modest_first(found: list[Candidate]) -> list[Candidate]:
     return [found[first], *found[:first], *found[first + 1 :]]
 
 
-def _other_layouts(
-    problem: Problem, chosen: Layout, ready: Mapping[str, _Prepared]
-) -> Iterator[Layout]:
+def _other_layouts(problem: Problem, ready: Prepared) -> Iterator[Layout]:
     """Layouts that may be cheaper than the balanced one, for what it gains by its locality."""
-    if problem.ranks.size == 1 or chosen.lanes > 1:
-        return
-    pairs = _pairs(ready, 1)
-    if chosen.rank.numel() == chosen.ranks and float(pairs.max()) > _FLAT * float(pairs.mean()):
+    plain = ready.layout.rank.numel() == ready.layout.ranks
+    if plain and ready.is_uneven(1, _FLAT):
         yield fold(Work.of(list(problem.grids.values())), problem.ranks.size)
-    if _is_dense(problem, ready):
+    if ready.asks_for(_DENSE):
         other = _dealt(problem)
         if other is not None:
             yield other
-
-
-def _is_dense(problem: Problem, ready: Mapping[str, _Prepared]) -> bool:
-    """Whether ranks need so much of the others that where tokens live hardly matters."""
-    most = problem.seq_len * max(1, problem.ranks.size - 1)
-    return all(
-        p.needs is not None and float(p.needs.received.sum()) > _DENSE * most
-        for p in ready.values()
-    )
 
 
 def _dealt(problem: Problem) -> Layout | None:
@@ -211,46 +159,32 @@ def _dealt(problem: Problem) -> Layout | None:
     return found if within and float(areas.max()) <= _EVEN * float(areas.mean()) else None
 
 
-def _uneven(ready: Mapping[str, _Prepared], inner: int) -> bool:
-    """Whether groups of ranks have uneven work, though the ranks together may not."""
-    if inner == 1:
-        return False
-    pairs = _pairs(ready, inner)
-    return float(pairs.max()) > _EVEN * float(pairs.mean())
+def _dealt_out(
+    problem: Problem, ready: Prepared, inner: int, found: Sequence[Candidate]
+) -> Layout | None:
+    """Single blocks, dealt out to groups of `inner` ranks by their work, if that may be cheaper.
 
-
-def _pairs(ready: Mapping[str, _Prepared], inner: int) -> torch.Tensor:
-    """float64 [groups] Work of each group, over all masks."""
-    loads = [prepared.load.grouped(inner).before[:, -1] for prepared in ready.values()]
-    return torch.stack(loads).sum(0)
-
-
-def split_groups(groups: Layout, inner: int) -> Layout:
-    """Each group's rows, shared evenly by its ranks in order.
-
-    >>> split_groups(contiguous(8, 2), 2).positions(1)
-    tensor([2, 3])
+    Groups receive more than under the balanced layout, but have the same to do in every round.
     """
-    rows: list[torch.Tensor] = []
-    for group in range(groups.ranks):
-        own = groups.rows_of(group).view(groups.lanes, -1)
-        edges = even_edges(own.shape[1], inner).tolist()
-        rows.extend(own[:, a:b].reshape(-1) for a, b in pairwise(edges))
-    return Layout.of_rows(rows, seq_len=groups.seq_len, lanes=groups.lanes, name=groups.name)
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """What all schedules of a mask on a layout share."""
-
-    grid: BlockGrid
-    load: Load
-    needs: Needs | None
-
-    @classmethod
-    def of(cls, grid: BlockGrid, layout: Layout, schedule: str) -> _Prepared:
-        needs = None if schedule in ("ring", "allgather", "ulysses") else Needs.of([grid], layout)
-        return cls(grid, Load.of([grid], layout), needs)
+    ranks, shape, machine = problem.ranks.size, problem.shape, problem.machine
+    groups = ranks // inner
+    lines = -(-problem.seq_len // problem.block) * groups
+    if groups == 1 or (lines > _MOST_DENSE_LINES and ready.asks_for(_DENSE)):
+        return None
+    best = min(c.seconds for c in found)
+    same = [c for c in found if c.inner == inner and c.seconds < _FAR * best]
+    even = min((c.even for c in same), default=best)
+    if even * _GOOD >= best:
+        return None
+    layout = named_layout("ptrr", problem, groups)
+    most = float(rows_in_tiles(list(problem.grids.values()), layout).max())
+    least = max((float(needs.received.max()) for needs in ready.needs.values()), default=most)
+    if inner == 1 and most > _MORE_ROWS * least:
+        return None
+    rows = most - min(machine.ranks_per_node, ranks) / ranks * problem.seq_len
+    row = shape.kv_bytes(-(-shape.num_kv_heads // inner)) * shape.batch
+    wire = _SEEN * max(0.0, rows) * row / machine.inter_bandwidth
+    return layout if max(2 * wire, even + (1 - machine.hidden) * 3 * wire) < best else None
 
 
 def _splits(problem: Problem, schedule: str) -> list[int]:
@@ -278,30 +212,29 @@ def _splits(problem: Problem, schedule: str) -> list[int]:
 
 
 def _options(
-    problem: Problem,
-    layout: Layout,
-    ready: Mapping[str, _Prepared],
-    inner: int,
-    schedule: str,
+    problem: Problem, prepared: Prepared, inner: int, schedule: str, *, few: bool = False
 ) -> list[Candidate]:
     """Each kind of schedule for all masks; with several masks, also the cheapest for each."""
-    groups = grouped(layout, inner)
     table: dict[str, dict[str, tuple[Cost, Schedule]]] = {}
-    for name, prepared in ready.items():
-        load = prepared.load.grouped(inner)
-        for option in _schedules(problem, prepared, layout, groups, inner, schedule):
+    for name in problem.grids:
+        load = prepared.load_of(name, inner)
+        for option in _schedules(problem, prepared, name, inner, schedule, few):
             cost = price(option, load, problem.machine, problem.shape)
             table.setdefault(describe(option), {})[name] = (cost, option)
-    complete = [row for row in table.values() if len(row) == len(ready)]
-    if len(ready) > 1:
+    complete = [row for row in table.values() if len(row) == len(problem.grids)]
+    if len(problem.grids) > 1:
         complete.append(
             {
                 name: min((row[name] for row in table.values() if name in row), key=_seconds)
-                for name in ready
+                for name in problem.grids
             }
         )
     return [
-        Candidate(layout, {n: s for n, (_, s) in row.items()}, {n: c for n, (c, _) in row.items()})
+        Candidate(
+            prepared.layout,
+            {n: s for n, (_, s) in row.items()},
+            {n: c for n, (c, _) in row.items()},
+        )
         for row in complete
     ]
 
@@ -311,43 +244,39 @@ def _seconds(priced: tuple[Cost, Schedule]) -> float:
 
 
 def _schedules(
-    problem: Problem,
-    prepared: _Prepared,
-    layout: Layout,
-    groups: Layout,
-    inner: int,
-    schedule: str,
+    problem: Problem, prepared: Prepared, mask: str, inner: int, schedule: str, few: bool
 ) -> Iterator[Schedule]:
+    layout, groups = prepared.layout, problem.ranks.size // inner
     make = partial(
         make_schedule,
-        grids=[prepared.grid],
+        grids=[problem.grids[mask]],
         layout=layout,
         num_heads=problem.shape.num_heads,
         num_kv_heads=problem.shape.num_kv_heads,
     )
-    if prepared.needs is None:
+    if not prepared.needs:
         yield make(schedule)
         return
-    if groups.ranks == 1 and schedule != "hybrid" and layout.ranks > 1:
+    if groups == 1 and schedule != "hybrid" and layout.ranks > 1:
         yield make("ulysses")
         return
     name = "hybrid" if inner > 1 or schedule == "hybrid" else "exchange"
-    needs = prepared.needs if inner == 1 else prepared.needs.grouped(groups, inner)
+    needs = prepared.needs_of(mask, inner)
     plain = make(name, inner=inner, needs=needs)
     yield plain
-    if schedule not in ("auto", "hybrid") or groups.ranks == 1:
+    if schedule not in ("auto", "hybrid") or groups == 1:
         return
     # Nothing beats an all-gather like gathering only what is needed.
     yield plain.keeping()
+    if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
+        return
     yield make(name, inner=inner, needs=needs, keep=True, at_once=True)
-    dense = float(needs.received.sum()) > _DENSE * groups.rows * max(1, groups.ranks - 1)
-    if dense and groups.ranks <= _RING:
+    dense = float(needs.received.sum()) > _DENSE * layout.rows * max(1, groups - 1)
+    if dense and groups <= _RING:
         yield make("ring" if name == "exchange" else name, inner=inner, between="ring")
 
 
-def _cannot_win(
-    problem: Problem, found: Sequence[Candidate], ready: Mapping[str, _Prepared], inner: int
-) -> bool:
+def _cannot_win(problem: Problem, found: Sequence[Candidate], ready: Prepared, inner: int) -> bool:
     """Whether a split can't be cheaper than the best so far, whatever its schedule."""
     best = min(found, key=lambda c: c.seconds)
     shape, machine = problem.shape, problem.machine
@@ -355,9 +284,8 @@ def _cannot_win(
     if inner == 1:
         # Rows that come from other nodes, once forward and once as gradients.
         near = min(machine.ranks_per_node, problem.ranks.size) * share / shape.batch
-        rows = sum(
-            max(0.0, float(p.needs.received.max()) - near) for p in ready.values() if p.needs
-        )
+        most = (float(needs.received.max()) for needs in ready.needs.values())
+        rows = sum(max(0.0, received - near) for received in most)
         row = shape.kv_bytes(shape.num_kv_heads) * shape.batch
         wire = 2 * rows * row / machine.inter_bandwidth
         return max(wire, best.compute * 0.98 + (1 - machine.hidden) * wire) >= best.seconds

@@ -13,10 +13,11 @@ from flexcp.layout import Layout
 from flexcp.masks import Mask, as_mask, trace_mask
 from flexcp.masks.graph import INPUTS, Ref
 from flexcp.masks.trace import MaskMod
-from flexcp.plan.choose import LAYOUTS, Problem, search
+from flexcp.plan.choose import search
 from flexcp.plan.machine import Machine
 from flexcp.plan.mesh import Ranks
 from flexcp.plan.plan import Plan
+from flexcp.plan.problem import LAYOUTS, Problem
 from flexcp.plan.shape import AttentionShape
 from flexcp.schedule import SCHEDULES
 from flexcp.schedule.heads import require_heads

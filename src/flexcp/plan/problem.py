@@ -1,0 +1,93 @@
+"""What is to be planned, and the layouts that there are for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from flexcp.blocks import BlockGrid
+from flexcp.errors import FlexCPError
+from flexcp.layout import (
+    Layout,
+    balanced,
+    contiguous,
+    head_tail,
+    per_document_head_tail,
+    ptrr,
+    striped,
+)
+from flexcp.layout.policies import even_edges
+from flexcp.layout.work import Work
+from flexcp.plan.machine import Machine
+from flexcp.plan.mesh import Ranks
+from flexcp.plan.shape import AttentionShape
+
+LAYOUTS = ("auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced")
+"""The names of all layouts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be planned."""
+
+    grids: Mapping[str, BlockGrid]
+    ranks: Ranks
+    shape: AttentionShape
+    machine: Machine
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens."""
+        return next(iter(self.grids.values())).q_len
+
+    @property
+    def block(self) -> int:
+        """Rows of a block."""
+        return next(iter(self.grids.values())).block_size[0]
+
+    @cached_property
+    def pairs_per_row(self) -> float:
+        """Pairs, over all heads, that a rank computes while it receives one row of K and V."""
+        row = self.shape.kv_bytes(self.shape.num_kv_heads) * self.shape.batch
+        return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
+
+
+def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
+    """A layout by its name; "auto" is the balanced one."""
+    grids, length, block = list(problem.grids.values()), problem.seq_len, problem.block
+    if name in ("auto", "balanced"):
+        return balanced(grids, ranks, pairs_per_row=problem.pairs_per_row)
+    if name == "contiguous":
+        return contiguous(length, ranks)
+    if name == "head_tail":
+        return head_tail(length, ranks)
+    if name == "striped":
+        return striped(length, ranks, stripe=min(block, max(1, length // ranks)))
+    if name == "per_document":
+        edges = torch.cat([torch.tensor([0]), Work.of(grids).seams, torch.tensor([length])])
+        return per_document_head_tail(edges.diff().tolist(), ranks)
+    if name == "ptrr":
+        return ptrr(Work.of(grids).blocks, length, ranks, block_size=block)
+    raise FlexCPError(
+        f"a layout among {', '.join(LAYOUTS)}, or a Layout",
+        repr(name),
+        "pass one of those names, or a Layout made for this sequence",
+    )
+
+
+def split_groups(groups: Layout, inner: int) -> Layout:
+    """Each group's rows, shared evenly by its ranks in order.
+
+    >>> split_groups(contiguous(8, 2), 2).positions(1)
+    tensor([2, 3])
+    """
+    rows: list[torch.Tensor] = []
+    for group in range(groups.ranks):
+        own = groups.rows_of(group).view(groups.lanes, -1)
+        edges = even_edges(own.shape[1], inner).tolist()
+        rows.extend(own[:, a:b].reshape(-1) for a, b in pairwise(edges))
+    return Layout.of_rows(rows, seq_len=groups.seq_len, lanes=groups.lanes, name=groups.name)
