@@ -26,8 +26,14 @@ def test_a_full_mask_on_many_ranks_shares_heads_and_sequence():
 @pytest.mark.parametrize("machine", PRESETS, ids=lambda m: m.name)
 @pytest.mark.parametrize(
     "mask",
-    [masks.causal(), masks.causal() & masks.sliding_window(500), masks.prefix_lm(5000)],
-    ids=["causal", "window", "prefix"],
+    [
+        masks.causal(),
+        masks.causal() & masks.sliding_window(500),
+        masks.prefix_lm(5000),
+        masks.causal() & masks.sliding_window(500) | masks.global_tokens(200),
+        masks.causal() & masks.document(lengths=[7000, 3000, 5000, 1384]),
+    ],
+    ids=["causal", "window", "prefix", "window with global tokens", "documents"],
 )
 def test_auto_is_no_dearer_than_any_explicit_choice(machine, mask):
     def seconds(**options):

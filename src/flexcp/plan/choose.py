@@ -34,7 +34,8 @@ _FAR = 1.25
 _SEEN = 0.8
 """How much is needed, at least, of the rows in the tiles that ranks look into."""
 _MORE_ROWS = 1.1
-"""Where heads are not shared, no layout is tried by which ranks receive so many times more."""
+"""Where heads are not shared and rows come from other nodes, no layout is tried by which ranks
+receive so many times more."""
 _HARDLY_MORE = 1.02
 """What a schedule that fetches rows again in backward may cost, relative to one that keeps them."""
 _EVEN = 1.015
@@ -179,7 +180,7 @@ def _dealt_out(
     layout = named_layout("ptrr", problem, groups)
     most = float(rows_in_tiles(list(problem.grids.values()), layout).max())
     least = max((float(needs.received.max()) for needs in ready.needs.values()), default=most)
-    if inner == 1 and most > _MORE_ROWS * least:
+    if inner == 1 and ranks > machine.ranks_per_node and most > _MORE_ROWS * least:
         return None
     rows = most - min(machine.ranks_per_node, ranks) / ranks * problem.seq_len
     row = shape.kv_bytes(-(-shape.num_kv_heads // inner)) * shape.batch
