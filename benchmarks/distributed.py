@@ -8,7 +8,12 @@ whole sequence, and all results are compared with its own before anything is tim
 measured apart, in fresh processes that do nothing else: growth of the resident set, and the most
 that torch's tensors take.
 
-python benchmarks/distributed.py [--out out/benchmarks] [--quick] [--ranks 2 4] [--lengths 8192 ...]
+All of it takes hours, most of it at 32K. Parts of it can be run one after the other with the same
+`--out`: what is there already stays, unless it is measured again.
+
+    python benchmarks/distributed.py --lengths 8192
+    python benchmarks/distributed.py --lengths 32768 --masks causal --parts time --repeats 2
+    python benchmarks/distributed.py --lengths 32768 --masks causal --parts memory
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.distributed as dist
-from distributed_report import MASKS, Row, line, plot, table
+from distributed_report import ALONE, MASKS, Row, line, merged, plot, read, table
 from documents import packed_document_lengths
 from torch import Tensor
 from torch_ring import ROTATIONS, bytes_received, ring_attention
@@ -40,6 +45,7 @@ from flexcp.plan import Machine
 HEADS, DIM = 8, 64
 SCHEDULES = ("auto", "exchange", "ring", "allgather", "ulysses", "hybrid")
 TIMEOUT = 1800.0
+PARTS = ("time", "memory")
 
 
 def make_mask(name: str, tokens: int) -> flexcp.Mask:
@@ -226,7 +232,7 @@ def race(
 
 def memory(mesh: Any, name: str, mask: str, tokens: int, machine: Machine) -> tuple[float, float]:
     """Growth of the resident set and most bytes in tensors, in MB, of one forward and backward."""
-    if name == "one process":
+    if name == ALONE:
         run = one_process(mask, tokens)
     else:
         run = contender(name, mesh, mask, tokens, machine).run
@@ -285,15 +291,12 @@ def area(mask: str, tokens: int) -> int:
     return flexcp.build_block_grid(make_mask(mask, tokens), tokens).area()
 
 
-def measure(
-    mask: str, tokens: int, ranks: list[int], repeats: int, machine: Machine, with_memory: bool
-) -> list[Row]:
-    """All rows of one mask and length."""
+def timed(mask: str, tokens: int, ranks: list[int], repeats: int, machine: Machine) -> list[Row]:
+    """One process, and everybody on every number of ranks."""
     seconds, cpu, expected = testing.spawn(
         lambda mesh: alone(mesh, mask, tokens, repeats), 1, timeout=TIMEOUT
     )[0]
-    first = Row(mask, tokens, 1, "one process", seconds, cpu, scaling=1.0)
-    rows = [first]
+    rows = [Row(mask, tokens, 1, ALONE, seconds, cpu, scaling=1.0)]
     ratio = area("full" if mask == "full" else "causal", tokens) / area(mask, tokens)
     for size in ranks:
         every = testing.spawn(
@@ -307,7 +310,7 @@ def measure(
             row.cpu_seconds = min(map(max, zip(*(m.cpu_seconds for m in of), strict=True)))
             row.received_mb = max(m.received for m in of) / 2**20
             row.predicted = of[0].predicted
-            row.scaling = first.seconds / row.seconds / size
+            row.scaling = seconds / row.seconds / size
             if name.startswith("flexcp"):
                 row.promised_mb = max(m.promised or 0 for m in of) / 2**20
                 row.hidden = min(m.hidden or 0.0 for m in of)
@@ -316,15 +319,19 @@ def measure(
         for row in mine:
             row.of_torch = best / row.seconds
         rows += mine
-    for row in rows if with_memory else ():
+    return rows
+
+
+def weighed(mask: str, tokens: int, ranks: list[int], machine: Machine) -> list[Row]:
+    """The memory of the same."""
+    rows = []
+    everybody = [(1, [ALONE]), *((size, names_for(size)) for size in ranks)]
+    for size, name in ((size, name) for size, names in everybody for name in names):
         found = testing.spawn(
-            lambda mesh, who=row.who: memory(mesh, who, mask, tokens, machine),
-            row.ranks,
-            timeout=TIMEOUT,
+            lambda mesh, who=name: memory(mesh, who, mask, tokens, machine), size, timeout=TIMEOUT
         )
-        row.memory_mb, row.tensor_mb = max(f[0] for f in found), max(f[1] for f in found)
-    for row in rows:
-        print(f"  {line(row)}", flush=True)
+        grown, in_tensors = (max(of_rank) for of_rank in zip(*found, strict=True))
+        rows.append(Row(mask, tokens, size, name, memory_mb=grown, tensor_mb=in_tensors))
     return rows
 
 
@@ -336,7 +343,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-memory", action="store_true", help="leave out the memory")
+    parser.add_argument("--parts", nargs="+", default=["time", "memory"], choices=PARTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     machine = Machine.measure()
@@ -344,14 +351,21 @@ def main() -> None:
     lengths, ranks, repeats = options.lengths, options.ranks, options.repeats
     if options.quick:
         lengths, ranks, repeats = lengths[:1], ranks[:1], 2
-    rows: list[Row] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = read(options.out / "distributed.json")
     for tokens in lengths:
         for mask in options.masks:
-            rows += measure(mask, tokens, ranks, repeats, machine, not options.no_memory)
-    options.out.mkdir(parents=True, exist_ok=True)
-    found = {"machine": asdict(machine), "rows": [asdict(r) for r in rows]}
-    (options.out / "distributed.json").write_text(json.dumps(found, indent=1))
-    (options.out / "distributed.md").write_text(table(rows))
+            new: list[Row] = []
+            if "time" in options.parts:
+                new = timed(mask, tokens, ranks, repeats, machine)
+            if "memory" in options.parts:
+                new = merged(new, weighed(mask, tokens, ranks, machine))
+            for row in new:
+                print(f"  {line(row)}", flush=True)
+            rows = merged(rows, new)
+            found = {"machine": asdict(machine), "rows": [asdict(r) for r in rows]}
+            (options.out / "distributed.json").write_text(json.dumps(found, indent=1))
+            (options.out / "distributed.md").write_text(table(rows))
     with suppress(ImportError):
         plot(rows, options.out / "distributed.png")
     print(f"\n{table(rows)}\nwritten to {options.out}/distributed.json, .md and .png")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MASKS = ("causal", "documents", "window 1024", "full")
+ALONE = "one process"
 
 
 @dataclass
@@ -38,6 +40,32 @@ class Row:
     """How many times fewer pairs the mask has than what PyTorch's ring computes."""
     scaling: float | None = None
     """Speed relative to one process, over the number of ranks."""
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of an earlier run, if there was one."""
+    if not path.exists():
+        return []
+    return [Row(**row) for row in json.loads(path.read_text())["rows"]]
+
+
+def merged(old: list[Row], new: list[Row]) -> list[Row]:
+    """All rows; what was measured again replaces what was there."""
+    rows = {_key(row): row for row in old}
+    for row in new:
+        before = rows.get(_key(row))
+        if before is None:
+            rows[_key(row)] = row
+        elif row.seconds:
+            weight = row if row.memory_mb else before
+            rows[_key(row)] = replace(row, memory_mb=weight.memory_mb, tensor_mb=weight.tensor_mb)
+        else:
+            rows[_key(row)] = replace(before, memory_mb=row.memory_mb, tensor_mb=row.tensor_mb)
+    return sorted(rows.values(), key=lambda r: (r.tokens, MASKS.index(r.mask), r.ranks))
+
+
+def _key(row: Row) -> tuple[str, int, int, str]:
+    return row.mask, row.tokens, row.ranks, row.who
 
 
 def line(row: Row) -> str:
@@ -96,7 +124,7 @@ def plot(rows: list[Row], path: Path) -> None:
     axes[0].set_title(f"{longest} tokens, forward and backward: speed, PyTorch's ring = 1")
     axes[0].legend(fontsize=7, ncols=2)
     most = max(r.ranks for r in rows)
-    for one in ("one process", *who):
+    for one in (ALONE, *who):
         points = sorted(
             (r.tokens, r.tensor_mb)
             for r in rows

@@ -117,6 +117,19 @@ def test_more_ranks_than_tokens_work():
     assert sum(plan.layout.counts.tolist()) == 5
 
 
+@pytest.mark.parametrize(
+    ("length", "mesh", "block"),
+    [(61, 4, 128), (128, 8, 128), (128, (4, 2), 128), (1024, 4, 1024), (4096, 16, 512)],
+)
+@pytest.mark.parametrize("mask", [masks.causal(), masks.sliding_window(300)], ids=lambda m: m.name)
+def test_sequences_of_few_blocks_are_shared_by_all_ranks(mask, length, mesh, block):
+    """On such, it looks cheapest to leave everything to one rank."""
+    for schedule in ("auto", "exchange", "allgather"):
+        plan = make_plan(mask, length, mesh, block_size=block, schedule=schedule, **HEADS)
+        counts = plan.layout.counts
+        assert int(counts.max()) <= 1.25 * length / counts.numel() + 1
+
+
 def test_a_single_rank_needs_nothing():
     plan = make_plan(masks.causal(), 1000, 1)
     plan.check()

@@ -21,8 +21,8 @@ _DENSE = 0.2
 
 _CHUNKS, _MOST_LINES = 8, 1 << 21
 """Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
-_MOST_DENSE_LINES = 1 << 17
-"""The same for single blocks that are dealt out, under a mask by which everybody needs all."""
+_MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 20, 1 << 17
+"""The same for single blocks: how many, times groups; and under masks by which all need all."""
 _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
 _FLAT = 1.001
@@ -61,9 +61,9 @@ class Candidate:
         return sum(c.compute for c in self.costs.values())
 
     @property
-    def even(self) -> float:
+    def if_even(self) -> float:
         """The same if all had the same work and nothing were waited for."""
-        return sum(c.even for c in self.costs.values())
+        return sum(c.if_even for c in self.costs.values())
 
     @property
     def inner(self) -> int:
@@ -121,7 +121,7 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
                 if not _cannot_win(problem, found, prepared, split):
                     found.extend(_options(problem, prepared, split, schedule))
         for split in tried:
-            groups = _dealt_out(problem, ready, split, found)
+            groups = _blocks_dealt_to_groups(problem, ready, split, found)
             if groups is not None:
                 prepared = Prepared.of(problem, split_groups(groups, split), schedule, split)
                 found.extend(_options(problem, prepared, split, schedule, few=True))
@@ -142,12 +142,12 @@ def _other_layouts(problem: Problem, ready: Prepared) -> Iterator[Layout]:
     if plain and ready.is_uneven(1, _FLAT):
         yield fold(Work.of(list(problem.grids.values())), problem.ranks.size)
     if ready.asks_for(_DENSE):
-        other = _dealt(problem)
+        other = _chunks_dealt_to_ranks(problem)
         if other is not None:
             yield other
 
 
-def _dealt(problem: Problem) -> Layout | None:
+def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
     """Chunks dealt out by their work: every rank then has the same to do in every round."""
     grids, ranks = list(problem.grids.values()), problem.ranks.size
     work = Work.of(grids)
@@ -160,7 +160,7 @@ def _dealt(problem: Problem) -> Layout | None:
     return found if within and float(areas.max()) <= _EVEN * float(areas.mean()) else None
 
 
-def _dealt_out(
+def _blocks_dealt_to_groups(
     problem: Problem, ready: Prepared, inner: int, found: Sequence[Candidate]
 ) -> Layout | None:
     """Single blocks, dealt out to groups of `inner` ranks by their work, if that may be cheaper.
@@ -169,23 +169,27 @@ def _dealt_out(
     """
     ranks, shape, machine = problem.ranks.size, problem.shape, problem.machine
     groups = ranks // inner
-    lines = -(-problem.seq_len // problem.block) * groups
-    if groups == 1 or (lines > _MOST_DENSE_LINES and ready.asks_for(_DENSE)):
+    size = -(-problem.seq_len // problem.block) * groups
+    most = _MOST_DENSE_BLOCKS if ready.asks_for(_DENSE) else _MOST_BLOCKS
+    if groups == 1 or size > most:
         return None
     best = min(c.seconds for c in found)
     same = [c for c in found if c.inner == inner and c.seconds < _FAR * best]
-    even = min((c.even for c in same), default=best)
-    if even * _GOOD >= best:
+    floor = min((c.if_even for c in same), default=best)
+    if floor * _GOOD >= best:
         return None
     layout = named_layout("ptrr", problem, groups)
-    most = float(rows_in_tiles(list(problem.grids.values()), layout).max())
-    least = max((float(needs.received.max()) for needs in ready.needs.values()), default=most)
-    if inner == 1 and ranks > machine.ranks_per_node and most > _MORE_ROWS * least:
+    if int(layout.counts.max()) * groups > _EVEN * problem.seq_len:
+        return None  # too few blocks
+    received = float(rows_in_tiles(list(problem.grids.values()), layout).max())
+    least = max((float(n.received.max()) for n in ready.needs.values()), default=received)
+    if inner == 1 and ranks > machine.ranks_per_node and received > _MORE_ROWS * least:
         return None
-    rows = most - min(machine.ranks_per_node, ranks) / ranks * problem.seq_len
+    rows = received - min(machine.ranks_per_node, ranks) / ranks * problem.seq_len
     row = shape.kv_bytes(-(-shape.num_kv_heads // inner)) * shape.batch
     wire = _SEEN * max(0.0, rows) * row / machine.inter_bandwidth
-    return layout if max(2 * wire, even + (1 - machine.hidden) * 3 * wire) < best else None
+    # Rows come in forward; in backward they may be kept, but their gradients leave.
+    return layout if max(2 * wire, floor + (1 - machine.hidden) * 2 * wire) < best else None
 
 
 def _splits(problem: Problem, schedule: str) -> list[int]:

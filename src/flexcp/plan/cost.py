@@ -33,7 +33,7 @@ class Cost:
     """Likewise."""
     compute: float
     """What the slowest rank would take for its work alone, both passes."""
-    even: float = 0.0
+    if_even: float
     """What all would take if their work were the same and no transfer were waited for but the swaps
     of rows for heads."""
 
@@ -64,7 +64,7 @@ def price(
     per_pair = shape.flops_per_pair / machine.flops * share
     before, after = swaps(schedule, machine, shape)
     seconds = []
-    compute = even = 0.0
+    compute = if_even = 0.0
     pairs: Tensor | None = None
     for name, what, factor in (
         ("forward", schedule.forward, 1.0),
@@ -74,10 +74,10 @@ def price(
             pairs = load.of_tasks(what.work, what.rounds)
         work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
         compute += float(work.sum(0).max())
-        even += float(work.sum(0).mean())
+        if_even += float(work.sum(0).mean())
         seconds.append(_play(what, work, links, partial(record, name) if record else None))
     forward, backward = (a + b + c for a, b, c in zip(before, seconds, after, strict=True))
-    return Cost(forward, backward, compute, even + sum(before) + sum(after))
+    return Cost(forward, backward, compute, if_even + sum(before) + sum(after))
 
 
 def _busiest(schedule: Schedule) -> int:

@@ -35,7 +35,7 @@ class Pick:
     batch: int
     """Which batch: 0 are the own rows, i + 1 those that arrive in round i."""
     source: Tensor
-    """int64 [n] Which rows of the batch."""
+    """int64 [n] Which rows of the batch; at least one."""
     place: Tensor
     """int64 [n] Where they go."""
 

@@ -56,7 +56,8 @@ class Rows:
     ) -> Tensor:
         """The gradient of a round's rows so far, and what a lane found."""
         both = torch.cat([grad_k, grad_v], dim=-1)
-        if lane.b is None:  # there is no other lane
+        if lane.b is None:
+            assert piece is None, "a lane for all batch elements is the only one"
             return both
         piece = keys.new_zeros(keys.shape, dtype=both.dtype) if piece is None else piece
         return piece.index_add_(piece.ndim + ROW, lane.keys.to(piece.device), both[0])
@@ -72,7 +73,10 @@ class Rows:
 def picked(
     picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Callable[[], Tensor]
 ) -> Tensor:
-    """The picked rows; nothing is copied if they stand together in one batch."""
+    """The picked rows; nothing is copied if they stand together in one batch.
+
+    The picks together say what is at every place of the result.
+    """
     runs = picks[0].runs if len(picks) == 1 else None
     if runs is not None and len(runs) == 1:
         row, _, rows = runs[0]
