@@ -357,7 +357,7 @@ def main() -> None:
         data = {"targets": table, "special": extra, "cells": found}
         (options.out / "planning.json").write_text(json.dumps(data, indent=1))
         if found:
-            draw(found, options.out / "planning.svg")
+            draw(found, options.out / "planning.png")
 
 
 if __name__ == "__main__":

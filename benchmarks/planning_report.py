@@ -60,24 +60,37 @@ def print_cells(rows: Rows) -> None:
 
 
 def draw(rows: Rows, path: Path) -> None:
+    """A panel for every mask: predicted time of other strategies, flexcp's plan = 1."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     machine = "h100-ib"
-    labels = [f"{r['mask']}\n{r['tokens'] >> 10}K/{r['ranks']}" for r in rows]
-    figure, axes = plt.subplots(figsize=(max(8, 0.5 * len(rows)), 5))
-    names = dict.fromkeys(name for r in rows for name in r["others"])
-    for name in names:
-        values = [
-            r["others"].get(name, {}).get(machine, float("nan")) / r["ours"][machine] for r in rows
-        ]
-        axes.plot(range(len(rows)), values, "o", label=name)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(rows)), labels, rotation=90, fontsize=7)
-    axes.set_ylabel(f"predicted time relative to flexcp's plan ({machine})")
-    axes.legend(fontsize=7)
+    masks = list(dict.fromkeys(r["mask"] for r in rows))
+    cells = list(dict.fromkeys((r["tokens"], r["ranks"]) for r in rows))
+    names = list(dict.fromkeys(name for r in rows for name in r["others"]))
+    columns = 4
+    figure, grid = plt.subplots(-(-(len(masks) + 1) // columns), columns, figsize=(14, 6.4))
+    panels = list(grid.flat)
+    for panel, mask in zip(panels, masks, strict=False):
+        own = {(r["tokens"], r["ranks"]): r for r in rows if r["mask"] == mask}
+        for name, marker in zip(names, "osD^vP*X<>", strict=False):
+            values = [
+                own[c]["others"].get(name, {}).get(machine, float("nan")) / own[c]["ours"][machine]
+                for c in cells
+            ]
+            panel.plot(range(len(cells)), values, marker=marker, linewidth=0.8, label=name)
+        panel.axhline(1, color="black", linewidth=1)
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.set_title(mask, fontsize=10)
+        labels = [f"{tokens >> 10}K\n{ranks}" for tokens, ranks in cells]
+        panel.set_xticks(range(len(cells)), labels, fontsize=8)
+    handles, found = panels[0].get_legend_handles_labels()
+    for panel in panels[len(masks) :]:
+        panel.axis("off")
+    panels[len(masks)].legend(handles, found, loc="center", fontsize=9, frameon=False)
+    figure.suptitle(f"Predicted time on {machine} by tokens and ranks, flexcp's plan = 1")
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=90)
