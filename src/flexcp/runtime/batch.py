@@ -20,7 +20,7 @@ def shard_batch(
     batch: Mapping[str, Any],
     plan: Plan,
     *,
-    documents: Tensor | Sequence[int] | None = None,
+    documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     restart_positions: bool = False,
     shift_labels: bool = True,
     ignore_index: int = -100,
@@ -37,7 +37,7 @@ def shard_batch(
             these names and "position_ids", where it would be a mistake. None is nothing.
         plan: Whose tokens are whose.
         documents: Document ids [S] or [B, S], or the lengths of the documents in order, if
-            several are packed into a sequence.
+            several are packed into a sequence; lengths as one list, or one per batch element.
         restart_positions: Whether position_ids count from 0 in each document.
         shift_labels: Whether labels are given in the place of their own token, as usual; False if
             they have been shifted already.
@@ -161,7 +161,9 @@ def _device(batch: Mapping[str, Any]) -> torch.device:
     return next(x.device for x in batch.values() if isinstance(x, Tensor))
 
 
-def _document_ids(documents: Tensor | Sequence[int] | None, size: tuple[int, int]) -> Tensor | None:
+def _document_ids(
+    documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None, size: tuple[int, int]
+) -> Tensor | None:
     if documents is None:
         return None
     ids = documents
@@ -172,6 +174,12 @@ def _document_ids(documents: Tensor | Sequence[int] | None, size: tuple[int, int
             f"documents that cover the {size[1]} tokens of the batch",
             f"{ids.shape[-1]} tokens",
             "pass one id per token, or lengths that add up to the sequence's length",
+        )
+    if ids.dim() == 2 and ids.shape[0] not in (1, size[0]):
+        raise FlexCPError(
+            f"documents of {size[0]} batch elements, or of one for all",
+            str(ids.shape[0]),
+            "pass ids [S] or [B, S], or one list of lengths for each batch element",
         )
     return ids.expand(size)
 
