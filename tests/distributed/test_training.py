@@ -40,10 +40,13 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
         self.head = torch.nn.Linear(16, 50)
 
-    def forward(self, tokens, positions, attend, recompute=False):
+    def forward(self, tokens, positions, attend, reentrant=None):
         x = self.embed(tokens) + self.place(positions)
         for block in self.blocks:
-            x = checkpoint(block, x, attend, use_reentrant=False) if recompute else block(x, attend)
+            if reentrant is None:
+                x = block(x, attend)
+            else:
+                x = checkpoint(block, x, attend, use_reentrant=reentrant)
         return self.head(x)
 
 
@@ -76,10 +79,12 @@ def one_process():
     return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "reentrant", [None, False, True], ids=["plain", "checkpointed", "reentrant"]
+)
 @pytest.mark.parametrize("gradients", ["summed", "averaged"])
 @pytest.mark.parametrize(("start", "ranks"), [(testing.simulate, 3), (testing.spawn, 2)])
-def test_losses_and_gradients_add_up_to_those_of_one_process(start, ranks, gradients, recompute):
+def test_losses_and_gradients_add_up_to_those_of_one_process(start, ranks, gradients, reentrant):
     def rank(mesh):
         model = make_model()
         plan = flexcp.make_plan(
@@ -96,7 +101,7 @@ def test_losses_and_gradients_add_up_to_those_of_one_process(start, ranks, gradi
             local["input_ids"],
             local["position_ids"],
             lambda q, k, v: flexcp.attention(q, k, v, plan),
-            recompute,
+            reentrant,
         )
         loss = flexcp.cross_entropy(
             logits, local["labels"], local["num_scored"], gradients=gradients, ranks=ranks
