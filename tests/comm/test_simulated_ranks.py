@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
+import flexcp
 from flexcp import FlexCPError, masks, testing
 from flexcp.comm import RankError, Transport
 from flexcp.plan import make_plan
@@ -113,8 +117,15 @@ def test_two_dimensional_meshes_know_their_coordinates():
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(FlexCPError, match="at least 1 rank"):
-        testing.simulate(lambda mesh: None, 0)
+    for size in (0, -1, True, 2.0, (), (2, 0), "2"):
+        for start in (testing.simulate, testing.spawn):
+            with pytest.raises(FlexCPError, match="at least 1 rank"):
+                start(lambda mesh: None, size)
+
+
+def test_integers_of_numpy_are_integers():
+    sizes = testing.simulate(lambda mesh: mesh.shape, np.int64(2))
+    assert sizes == [(2,)] * 2
 
 
 def test_plans_shard_and_unshard_with_gradients_on_64_ranks():
@@ -152,3 +163,54 @@ def test_unsharding_the_wrong_number_of_rows_is_an_error():
 
     with pytest.raises(RankError, match="5 rows along dim 0, as rank 0 owns"):
         testing.simulate(fn, 2)
+
+
+def test_a_refusal_by_flexcp_is_one_to_the_caller_as_well():
+    def fn(mesh):
+        make_plan(masks.causal(), 100, mesh, schedule="hybrid", num_heads=4)
+
+    with pytest.raises(FlexCPError, match=r"rank 0 failed: .*a mesh of two dimensions") as error:
+        testing.simulate(fn, 2)
+    found, cause = error.value, error.value.__cause__
+    assert isinstance(found, RankError)
+    assert found.rank == 0
+    assert found.failures == {0: cause}
+    assert (found.expected, found.got, found.fix) == (cause.expected, cause.got, cause.fix)
+
+
+def test_other_exceptions_are_not_taken_for_refusals():
+    with pytest.raises(RankError) as error:
+        testing.simulate(lambda mesh: 1 // mesh.get_rank(), 2)
+    assert not isinstance(error.value, FlexCPError)
+
+
+def test_errors_of_ranks_can_be_sent_to_other_processes():
+    for cause in (KeyError("x"), FlexCPError("5 rows", "4", "pass all of them")):
+        error = RankError.of(3, cause)
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert (str(copy), copy.rank, list(copy.failures)) == (str(error), 3, [3])
+        assert isinstance(copy, FlexCPError) == isinstance(cause, FlexCPError)
+
+
+@pytest.mark.parametrize("skipped", ["unshard", "attention", "backward"])
+def test_a_rank_that_leaves_out_a_call_is_a_deadlock_that_says_who_waits_for_whom(skipped):
+    def fn(mesh):
+        plan = flexcp.make_plan(
+            masks.causal(), 40, mesh, num_heads=2, head_dim=8, schedule="exchange"
+        )
+        local = plan.shard(torch.ones(1, 2, 40, 8), 2).requires_grad_()
+        absent = skipped if mesh.get_rank() == 1 else None
+        if absent == "attention":
+            return
+        out = flexcp.attention(local, local, local, plan)
+        if absent != "unshard":
+            plan.unshard(out, 2)
+        if absent != "backward":
+            out.sum().backward()
+
+    with pytest.raises(
+        FlexCPError, match=r"a deadlock: .*rank \d waits for rank 1 to send"
+    ) as error:
+        testing.simulate(fn, 3)
+    assert "all ranks call the same collectives in the same order" in error.value.fix

@@ -19,6 +19,7 @@ import torch
 
 from flexcp.comm.simulated import RankError
 from flexcp.errors import FlexCPError
+from flexcp.testing.world import mesh_shape
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ def spawn(
 
     The processes are forks of this one, so that fn may be any function, also one defined where it
     is used, and so that starting them takes a fraction of a second instead of an import of torch.
-    A process that has used CUDA can't be forked.
+    A process that has used CUDA can't be forked. An exception is raised as by `simulate`.
 
     Args:
         fn: The code of one rank; it gets a DeviceMesh.
@@ -45,11 +46,7 @@ def spawn(
     >>> spawn(lambda mesh: mesh.get_rank() * 10, 2)
     [0, 10]
     """
-    shape = world_size if isinstance(world_size, tuple) else (world_size,)
-    if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
-        raise FlexCPError(
-            "at least 1 rank", repr(world_size), "pass a number of ranks, or a shape such as (2, 4)"
-        )
+    shape = mesh_shape(world_size)
     if torch.cuda.is_initialized():
         raise FlexCPError(
             "a process that has not used CUDA, since ranks are forked from it",
@@ -106,8 +103,8 @@ def _results(pipes: list[Connection], ranks: list[Any], timeout: float) -> list[
     if failures:
         rank = _first_cause(failures)
         cause, text = failures[rank]
-        error = RankError(rank, cause)
-        error.failures = {r: e for r, (e, _) in sorted(failures.items())}  # type: ignore[attr-defined]
+        error = RankError.of(rank, cause)
+        error.failures = {r: e for r, (e, _) in sorted(failures.items())}
         error.add_note(text)
         raise error from cause
     return [results[rank] for rank in range(len(pipes))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from math import prod
 from typing import TypeVar
@@ -16,7 +17,8 @@ def simulate(fn: Callable[[SimulatedMesh], T], world_size: int | tuple[int, ...]
     """Calls fn(mesh) once per simulated rank, in this process; returns the results by rank.
 
     Ranks run one at a time, in an order that depends on nothing but the code, and take turns where
-    they wait for each other. An exception in one of them ends all, and names the rank.
+    they wait for each other. An exception in one of them ends all, and is raised as a RankError
+    that names the rank; it is a FlexCPError too if the exception was one.
 
     Args:
         fn: The code of one rank, as it would be written for a DeviceMesh.
@@ -26,10 +28,24 @@ def simulate(fn: Callable[[SimulatedMesh], T], world_size: int | tuple[int, ...]
     >>> simulate(lambda mesh: mesh.transport.all_reduce(torch.tensor(mesh.get_rank())).item(), 4)
     [6, 6, 6, 6]
     """
-    shape = world_size if isinstance(world_size, tuple) else (world_size,)
-    if not shape or any(not isinstance(n, int) or n < 1 for n in shape):
+    shape = mesh_shape(world_size)
+    world = World(prod(shape))
+    return world.run(lambda rank: fn(SimulatedMesh(shape, SimulatedTransport(world, rank))))
+
+
+def mesh_shape(world_size: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks along each dimension; an error if there are none.
+
+    >>> mesh_shape(3), mesh_shape((2, 4))
+    ((3,), (2, 4))
+    """
+    sizes = world_size if isinstance(world_size, tuple) else (world_size,)
+    try:
+        shape = tuple(operator.index(n) for n in sizes)
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) < 1 or any(isinstance(n, bool) for n in sizes):
         raise FlexCPError(
             "at least 1 rank", repr(world_size), "pass a number of ranks, or a shape such as (2, 4)"
         )
-    world = World(prod(shape))
-    return world.run(lambda rank: fn(SimulatedMesh(shape, SimulatedTransport(world, rank))))
+    return shape
