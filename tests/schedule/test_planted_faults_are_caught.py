@@ -9,6 +9,7 @@ import torch
 
 from flexcp import FlexCPError, build_block_grid, masks
 from flexcp.layout import contiguous, head_tail
+from flexcp.plan import make_plan
 from flexcp.schedule import (
     HeadSlice,
     Pass,
@@ -174,3 +175,97 @@ def test_an_empty_pass_is_not_attention():
     schedule = replace(schedule_of("exchange"), forward=Pass(1, Transfers.none(), nothing))
     with pytest.raises(FlexCPError, match="never works on rows"):
         check_schedule(schedule, [GRID])
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "slices"),
+    [
+        (4, 2, [((0, 2), (1, 2)), ((2, 4), (0, 1))]),
+        (4, 2, [((0, 2), (0, 2)), ((2, 4), (1, 2))]),
+        (4, 2, [((0, 2), (0, 0)), ((2, 4), (1, 2))]),
+        (4, 4, [((0, 2), (0, 2)), ((2, 4), (1, 3))]),
+        (6, 2, [((0, 5), (0, 1)), ((5, 6), (1, 2))]),
+        (3, 3, [((0, 3), (0, 3)), ((3, 3), (2, 3))]),
+    ],
+    ids=["exchanged", "too many", "none", "shifted", "uneven", "of nobody"],
+)
+def test_kv_heads_that_do_not_belong_to_the_query_heads_are_caught(num_heads, num_kv_heads, slices):
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    schedule = make_schedule("ulysses", [GRID], contiguous(LENGTH, 2), **heads)
+    check_schedule(schedule, [GRID], **heads)
+    wrong = tuple(HeadSlice(range(*q), range(*kv)) for q, kv in slices)
+    with pytest.raises(FlexCPError, match=r"kv heads \[.*\] in slice \d, for query heads"):
+        check_schedule(replace(schedule, heads=wrong), [GRID], **heads)
+    with pytest.raises(FlexCPError, match="kv heads"):
+        check_schedule(replace(schedule, heads=wrong), [GRID])
+
+
+def test_heads_of_another_model_are_caught():
+    schedule = make_schedule("exchange", [GRID], head_tail(LENGTH, 2), num_heads=4, num_kv_heads=4)
+    with pytest.raises(FlexCPError, match="kv heads"):
+        check_schedule(schedule, [GRID], num_heads=4, num_kv_heads=2)
+    with pytest.raises(FlexCPError, match="each query head once"):
+        check_schedule(schedule, [GRID], num_heads=8, num_kv_heads=4)
+
+
+def test_a_slice_that_leaves_heads_out_is_caught():
+    """Ranks send heads from the first to the last, and would send these as well."""
+    schedule = make_schedule("ulysses", [GRID], contiguous(LENGTH, 2), num_heads=2)
+    gaps = (HeadSlice(range(0, 2, 2), range(1)), HeadSlice(range(1, 2), range(1, 2)))
+    with pytest.raises(FlexCPError, match="consecutive heads"):
+        check_schedule(replace(schedule, heads=gaps), [GRID], num_heads=2)
+
+
+@pytest.mark.parametrize("where", ["moves", "returns", "work"])
+@pytest.mark.parametrize("begin", [-5, -LENGTH, LENGTH - 1, LENGTH], ids=lambda n: f"from {n}")
+def test_rows_that_do_not_exist_are_caught(where, begin):
+    table = getattr(schedule_of("exchange").backward, where)
+    size = int(table.stop[0] - table.start[0])
+    assert size > 5
+    moved = changed(changed(table, "start", 0, begin), "stop", 0, begin + size)
+    with pytest.raises(FlexCPError, match=f"rows 0 to {LENGTH - 1}"):
+        check_schedule(faulty("exchange", "backward", **{where: moved}), [GRID])
+
+
+def test_work_of_an_unknown_group_is_caught():
+    work = schedule_of("exchange").forward.work
+    with pytest.raises(FlexCPError, match=f"by one of {RANKS} groups"):
+        check_schedule(faulty("exchange", "forward", work=changed(work, "rank", 0, RANKS)), [GRID])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_that_a_group_does_not_have_are_caught(when):
+    """Nothing would be lost: but the group that returns them has none yet, or none any more."""
+    backward = schedule_of("exchange").backward
+    returns = backward.returns
+    at = int(returns.round.argmax())
+    extra = 0 if when == "before" else backward.rounds
+    again = changed(with_line_again(returns, at), "round", len(returns), extra)
+    parts = {"returns": again, "rounds": backward.rounds + 1}
+    with pytest.raises(FlexCPError, match=r"returns gradients of rows .* and has none"):
+        check_schedule(faulty("exchange", "backward", **parts), [GRID])
+
+
+def test_groups_and_masks_of_other_tokens_are_caught():
+    schedule = schedule_of("exchange")
+    longer = build_block_grid(masks.causal(), LENGTH + 1, block_size=16)
+    with pytest.raises(FlexCPError, match=f"masks of the layout's {LENGTH} tokens, got one of 201"):
+        check_schedule(schedule, [longer])
+    with pytest.raises(FlexCPError, match="other rows in a group"):
+        check_schedule(replace(schedule, groups=contiguous(LENGTH, RANKS)), [GRID])
+    with pytest.raises(FlexCPError, match="groups that divide 4 ranks, got groups of 3"):
+        check_schedule(replace(schedule, inner=3), [GRID])
+
+
+def test_a_plan_with_another_layout_than_its_schedules_is_caught():
+    plan = make_plan(masks.causal(), LENGTH, RANKS, layout="head_tail", block_size=16)
+    plan.check()
+    replace(plan, layout=head_tail(LENGTH, RANKS)).check()
+    with pytest.raises(FlexCPError, match=r"on the plan's layout, Layout\(contiguous"):
+        replace(plan, layout=contiguous(LENGTH, RANKS)).check()
+
+
+def test_a_plan_without_a_schedule_for_one_of_its_masks_is_caught():
+    plan = make_plan({"a": masks.causal(), "b": masks.full()}, LENGTH, RANKS)
+    with pytest.raises(FlexCPError, match=r"each of the masks \['a', 'b'\], got .* \['a'\]"):
+        replace(plan, schedules={"a": plan.schedule_of("a")}).check()

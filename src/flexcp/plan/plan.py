@@ -170,8 +170,21 @@ class Plan:
 
     def check(self) -> None:
         """Raises FlexCPError if a schedule is not a correct attention."""
+        if set(self.schedules) != set(self.grids):
+            raise FlexCPError(
+                f"a schedule for each of the masks {sorted(self.grids)}",
+                f"schedules for {sorted(self.schedules)}",
+                "make the plan with make_plan",
+            )
         for name, schedule in self.schedules.items():
-            check_schedule(schedule, [self.grids[name]], num_heads=self.shape.num_heads)
+            if schedule.layout is not self.layout and schedule.layout != self.layout:
+                raise FlexCPError(
+                    f"a schedule on the plan's layout, {self.layout!r}",
+                    f"one on {schedule.layout!r}" + (f" for mask {name!r}" if name else ""),
+                    "make the plan with layout=, instead of putting another layout into one",
+                )
+            heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+            check_schedule(schedule, [self.grids[name]], num_heads=heads, num_kv_heads=kv_heads)
 
     def explain(self) -> str:
         """What was chosen, why, and what it costs, for a person."""

@@ -27,9 +27,19 @@ from flexcp.schedule.ulysses import grouped
 
 
 def check_schedule(
-    schedule: Schedule, grids: Sequence[BlockGrid], *, num_heads: int | None = None
+    schedule: Schedule,
+    grids: Sequence[BlockGrid],
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
 ) -> None:
     """Raises FlexCPError, with rank, round and rows, if the schedule is not a correct attention.
+
+    Args:
+        schedule: What to prove.
+        grids: The masks that it computes.
+        num_heads: Query heads that there are; if not given, those that the slices have.
+        num_kv_heads: Key-value heads, likewise.
 
     >>> import flexcp
     >>> from flexcp.layout import contiguous
@@ -37,9 +47,8 @@ def check_schedule(
     >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 100)
     >>> check_schedule(make_schedule("ring", [grid], contiguous(100, 3)), [grid])
     """
-    if schedule.groups != grouped(schedule.layout, schedule.inner):
-        raise _wrong("groups that hold the rows of their ranks", "other rows in a group")
-    _check_heads(schedule, num_heads)
+    _check_tokens(schedule, grids)
+    _check_heads(schedule, num_heads, num_kv_heads)
     needed = rows_needed(grids, schedule.groups)
     kept = schedule.forward.moves if schedule.keeps_kv else Transfers.none()
     for name, what, present in (
@@ -54,13 +63,47 @@ def check_schedule(
     _check_gradients(schedule.backward, schedule.groups)
 
 
-def _check_heads(schedule: Schedule, num_heads: int | None) -> None:
+def _check_tokens(schedule: Schedule, grids: Sequence[BlockGrid]) -> None:
+    """Layout, groups and masks are about the same tokens."""
+    layout, inner = schedule.layout, schedule.inner
+    for grid in grids:
+        if (grid.q_len, grid.kv_len) != (layout.seq_len, layout.seq_len):
+            raise _wrong(
+                f"masks of the layout's {layout.seq_len} tokens",
+                f"one of {grid.q_len} x {grid.kv_len}",
+            )
+        if layout.lanes not in (1, grid.batch):
+            raise _wrong(
+                "one layout for all batch elements, or one for each",
+                f"{layout.lanes} for {grid.batch} of them",
+            )
+    if inner < 1 or layout.ranks % inner:
+        raise _wrong(f"groups that divide {layout.ranks} ranks", f"groups of {inner}")
+    if schedule.groups != grouped(layout, inner):
+        raise _wrong("groups that hold the rows of their ranks", "other rows in a group")
+
+
+def _check_heads(schedule: Schedule, num_heads: int | None, num_kv_heads: int | None) -> None:
+    """Each query head is computed once, with the kv head that it belongs to."""
     slices = schedule.heads
     if len(slices) != schedule.inner:
         raise _wrong(f"{schedule.inner} slices of heads", f"{len(slices)}")
+    if any(r.step != 1 for s in slices for r in (s.q, s.kv)):
+        raise _wrong("slices of consecutive heads", "one that leaves some out")
     heads = [h for s in slices for h in s.q]
-    if heads != list(range(len(heads) if num_heads is None else num_heads)):
+    count = len(heads) if num_heads is None else num_heads
+    if heads != list(range(count)):
         raise _wrong("slices that hold each query head once", f"query heads {heads}")
+    kv_count = num_kv_heads or max((s.kv.stop for s in slices), default=0)
+    if not 1 <= kv_count <= count or count % kv_count:
+        raise _wrong(f"kv heads of which {count} query heads are a multiple", f"{kv_count}")
+    for place, own in enumerate(slices):
+        used = sorted({h * kv_count // count for h in own.q})
+        if list(own.kv) != used:
+            raise _wrong(
+                f"kv heads {used} in slice {place}, for query heads {list(own.q)}",
+                f"kv heads {list(own.kv)}",
+            )
 
 
 def _check_tables(name: str, what: Pass, groups: Layout) -> None:
@@ -78,10 +121,24 @@ def _check_tables(name: str, what: Pass, groups: Layout) -> None:
                 f"{what.rounds} rounds",
                 _line(table, torch.nonzero(bad)[0]) if bool(bad.any()) else "an unknown group",
             )
+        outside = (table.start < 0) | (table.stop > groups.rows)
+        if bool(outside.any()):
+            raise _wrong(
+                f"{name} transfers of rows 0 to {groups.rows - 1}",
+                _line(table, torch.nonzero(outside)[0]),
+            )
     work = what.work
     bad = (work.round < 0) | (work.round >= what.rounds) | (work.start >= work.stop)
+    bad |= (work.rank < 0) | (work.rank >= groups.ranks)
+    bad |= (work.start < 0) | (work.stop > groups.rows)
     if bool(bad.any()):
-        raise _wrong(f"{name} work in one of {what.rounds} rounds", "work outside of them")
+        at = int(torch.nonzero(bad)[0])
+        raise _wrong(
+            f"{name} work in one of {what.rounds} rounds, by one of {groups.ranks} groups, on rows "
+            f"0 to {groups.rows - 1}",
+            f"work in round {int(work.round[at])} by group {int(work.rank[at])} on rows "
+            f"{int(work.start[at])} to {int(work.stop[at]) - 1}",
+        )
 
 
 def _check_work(name: str, work: Tasks, groups: Layout, needed: RowSets) -> None:
@@ -161,6 +218,14 @@ def _check_gradients(what: Pass, groups: Layout) -> None:
         line, segment = _segments(returns, returns.round == i, edges)
         source = returns.source[line] * segments + segment
         sent = held[source]
+        if bool((sent == 0).any()):
+            at = int(torch.nonzero(sent == 0)[0])
+            begin, end = int(edges[segment[at]]), int(edges[segment[at] + 1]) - 1
+            raise _wrong(
+                "gradients to be returned by groups that have some",
+                f"group {int(returns.source[line[at]])} returns gradients of rows {begin} to {end} "
+                f"in round {i}, and has none",
+            )
         held[source] = 0
         held.index_add_(0, returns.target[line] * segments + segment, sent)
     if segments == 0:
@@ -205,7 +270,7 @@ def _first_overlap(rank: Tensor, start: Tensor, stop: Tensor) -> tuple[int, int]
 def _line(table: Transfers, at: Tensor) -> str:
     i = int(at)
     return (
-        f"rows {int(table.start[i])} to {int(table.stop[i])} from {int(table.source[i])} to "
+        f"rows {int(table.start[i])} to {int(table.stop[i]) - 1} from {int(table.source[i])} to "
         f"{int(table.target[i])} in round {int(table.round[i])}"
     )
 
