@@ -33,7 +33,7 @@ class Machine:
     latency: float
     """Seconds until a message of no size has arrived."""
     message: float
-    """Seconds that each further message of a round costs."""
+    """Seconds that each message of a round costs, the first too; latency comes once, on top."""
     launch: float
     """Seconds that starting the work of a round costs."""
     hidden: float = 0.95
