@@ -155,3 +155,40 @@ def test_options_start_with_pytorchs_values():
 def test_an_unknown_rotation_is_refused_as_in_pytorch():
     with pytest.raises(NotImplementedError, match="using ring for kv shards rotation"):
         ours.set_rotate_method("ring")
+
+
+DOCUMENTS = [[203], [50, 153], [31, 77, 95], [5] * 10 + [153], [257], [31, 77, 149]]
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_per_document_order_balances_lengths_that_do_not_divide(lengths, ranks):
+    ids = _documents(lengths)
+    allowed = (ids[:, None] == ids).tril()
+    balancer = ours._PerDocumentHeadTailLoadBalancer([lengths], ranks, "cpu")
+    areas = _area_by_rank(balancer._generate_indices()[0], allowed, ranks)
+    # Shards differ in length as torch.chunk cuts, so a rank may have one of the longest rows more.
+    assert max(areas) <= sum(areas) / ranks + max(lengths)
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_ptrr_balances_blocks_that_do_not_divide(lengths, ranks):
+    ids = _documents(lengths)
+    allowed = (ids[:, None] == ids).tril()
+    balancer = ours._PTRRLoadBalancer(_packed(lengths), ranks)
+    areas = _area_by_rank(balancer._generate_indices()[0], allowed, ranks)
+    assert max(areas) < 1.3 * sum(areas) / ranks
+
+
+@pytest.mark.parametrize("size", [(16, 8), (8, 16)])
+def test_ptrr_takes_block_sizes_that_differ_where_pytorch_does_not(size):
+    mask = _packed([50, 131, 76], block_size=size)
+    with pytest.raises(AssertionError, match="only support q_blk_size == kv_blk_size"):
+        theirs._PTRRLoadBalancer(_packed([50, 130, 76], block_size=size), 2)._generate_indices()
+    balancer = ours._PTRRLoadBalancer(mask, 3)
+    assert balancer._generate_indices().shape == (1, 257)
+    assert _undoes(balancer)
+    ids = _documents([50, 131, 76])
+    areas = _area_by_rank(balancer._generate_indices()[0], (ids[:, None] == ids).tril(), 3)
+    assert max(areas) < 1.3 * sum(areas) / 3

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexcp.eager import planning
 from flexcp.errors import FlexCPError
 from flexcp.layout import per_document_head_tail
+from flexcp.layout.policies import levelled
 
 
 def shard_sizes(seq_len: int, ranks: int) -> list[int]:
@@ -97,8 +98,10 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
         return (torch.argsort(order, dim=1) if restore else order).to(self.device)
 
     def _order(self, lengths: Sequence[int]) -> Tensor:
-        layout = per_document_head_tail([n for n in lengths if n], self.world_size)
-        return torch.cat([layout.positions(rank) for rank in range(self.world_size)])
+        ranks = self.world_size
+        counts = shard_sizes(sum(lengths), ranks)
+        layout = per_document_head_tail([n for n in lengths if n], ranks, counts=counts)
+        return torch.cat([layout.positions(rank) for rank in range(ranks)])
 
 
 class _PTRRLoadBalancer(_LoadBalancer):
@@ -137,11 +140,16 @@ class _PTRRLoadBalancer(_LoadBalancer):
             work = work + mask.full_kv_num_blocks
         device, length, size = work.device, int(mask.seq_lengths[0]), int(mask.BLOCK_SIZE[0])
         rows = work.cpu().view(-1, *work.shape[-2:]).sum(1)[:, : -(-length // size)]
+        counts = shard_sizes(length, self.world_size)
         orders = []
         for times in rows:
-            blocks = torch.cat(_dealt(times, self.world_size))
-            tokens = (blocks[:, None] * size + torch.arange(size)).reshape(-1)
-            orders.append(tokens[tokens < length])
+            owner = torch.empty(times.numel(), dtype=torch.int64)
+            for rank, blocks in enumerate(_dealt(times, self.world_size)):
+                owner[blocks] = rank
+            # Where blocks don't come out even, tokens move: shards are cut by these counts.
+            owner, cost = (x.repeat_interleave(size)[:length] for x in (owner, times))
+            layout = levelled("ptrr", owner, counts, cost=cost)
+            orders.append(torch.cat([layout.positions(r) for r in range(layout.ranks)]))
         order = torch.stack(orders)
         return (torch.argsort(order, dim=1) if restore else order).to(device)
 

@@ -56,10 +56,18 @@ def striped(seq_len: int, ranks: int, *, stripe: int = 128) -> Layout:
     return _of_chunks("striped", seq_len, ranks, edges, torch.arange(first.numel()) % ranks)
 
 
-def per_document_head_tail(lengths: Sequence[int], ranks: int) -> Layout:
+def per_document_head_tail(
+    lengths: Sequence[int], ranks: int, *, counts: Sequence[int] | None = None
+) -> Layout:
     """Head-tail within every document, of any length.
 
-    Ranks take turns in getting the longer parts, so that their token counts differ by at most one.
+    Ranks take turns in getting the longer parts. Single tokens then move until ranks have as many
+    as they should.
+
+    Args:
+        lengths: Tokens of each document.
+        ranks: How many ranks there are.
+        counts: Tokens of each rank; by default, they differ by at most one.
 
     >>> layout = per_document_head_tail([8, 3], 2)
     >>> layout.positions(0), layout.positions(1)
@@ -77,7 +85,10 @@ def per_document_head_tail(lengths: Sequence[int], ranks: int) -> Layout:
     owner = _there_and_back(ranks).expand(size.numel(), -1)
     start, stop, rank = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1), owner.reshape(-1)
     rows = torch.repeat_interleave(rank, stop - start)
-    return _levelled("per_document", total, ranks, rows)
+    if counts is None:
+        return levelled("per_document", rows, even_edges(total, ranks).diff().tolist())
+    cost = torch.arange(total) - torch.repeat_interleave(first, size)  # under a causal mask
+    return levelled("per_document", rows, counts, cost=cost)
 
 
 def ptrr(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int = 128) -> Layout:
@@ -162,20 +173,34 @@ def of_owners(name: str, ranks: int, owner: Tensor) -> Layout:
     return Layout.of_rows(order.split(sizes), seq_len=owner.numel(), name=name)
 
 
-def _levelled(name: str, seq_len: int, ranks: int, owner: Tensor) -> Layout:
-    """The layout of owners, after moving single tokens so that counts differ by at most one."""
-    counts = torch.bincount(owner, minlength=ranks)
-    target = even_edges(seq_len, ranks).diff()
-    spare = counts - target
+def levelled(
+    name: str, owner: Tensor, counts: Sequence[int], *, cost: Tensor | None = None
+) -> Layout:
+    """The layout of owners, after moving single tokens so that each rank has its count.
+
+    Args:
+        name: What to call it.
+        owner: int64 [S] The rank of each token, to begin with.
+        counts: Tokens that each rank is to have.
+        cost: [S] Work of each token: a rank parts with the cheapest; by default, with its last.
+
+    >>> levelled("uneven", torch.tensor([0, 0, 0, 1]), [2, 2]).positions(1)
+    tensor([2, 3])
+    """
+    have, target = torch.bincount(owner, minlength=len(counts)), torch.tensor(list(counts))
+    spare = have - target
     if bool((spare != 0).any()):
-        order = torch.argsort(owner, stable=True)  # a rank's last tokens are the ones to go
-        ends = counts.cumsum(0)
+        dearest = torch.arange(owner.numel())
+        if cost is not None:
+            dearest = torch.argsort(cost, descending=True, stable=True)
+        order = dearest[torch.argsort(owner[dearest], stable=True)]
+        ends = have.cumsum(0)
         giving, give_at = _repeat(spare.clamp(min=0))
         rows = order[ends[giving] - 1 - give_at]
         taking, _ = _repeat((-spare).clamp(min=0))
         owner = owner.clone()
         owner[rows] = taking
-    return of_owners(name, ranks, owner)
+    return of_owners(name, len(counts), owner)
 
 
 def _repeat(times: Tensor) -> tuple[Tensor, Tensor]:
