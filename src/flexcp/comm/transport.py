@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.comm.collectives import PairwiseCollectives
+from flexcp.comm.faults import gone_ranks, names_of
 from flexcp.errors import FlexCPError
 
 
@@ -126,11 +127,18 @@ class ProcessTransport(PairwiseCollectives):
         return _InFlight(self, named, received, kept, label)
 
     def lost(self, peer: int, what: str, label: str, error: BaseException) -> FlexCPError:
-        """The error for a peer that did not answer."""
+        """The error for a peer that did not answer, maybe because another rank is gone."""
         verb = {"receive": "send", "send": "take"}.get(what, "exchange")
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        gone = [self.members.index(r) for r in self._gone() if r in self.members]
+        who = f"rank {peer}"
+        if gone and gone != [peer]:
+            who, verb = names_of(gone), "exchange"
         return FlexCPError(
-            f"rank {peer} to {verb} what the plan says in {label}",
+            f"{who} to {verb} what the plan says in {label}",
             f"no answer on rank {self.rank}: {reason}",
-            f"look at the output of rank {peer}: it has ended, raised, or is not in the same call",
+            f"look at the output of {who}: it has ended, raised, or is not in the same call",
         )
+
+    def _gone(self) -> list[int]:
+        return [dist.get_global_rank(self.group, rank) for rank in gone_ranks(self.group)]

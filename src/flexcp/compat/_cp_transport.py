@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flexcp.comm.faults import gone_ranks, names_of
 from flexcp.comm.interface import Pending
 from flexcp.comm.transport import ProcessTransport
 from flexcp.errors import FlexCPError
@@ -23,16 +24,19 @@ from flexcp.errors import FlexCPError
 
 @contextmanager
 def answered(group: ProcessGroup, label: str) -> Iterator[None]:
-    """Says which collective failed, if one does: torch's message says only how."""
+    """Says which collective failed and who is gone, if one does: torch's message says only how."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        gone = gone_ranks(group)
         raise FlexCPError(
-            f"all {group.size()} ranks to take part in {label}",
+            f"{names_of(gone) if gone else f'all {group.size()} ranks'} to take part in {label}",
             f"no answer on rank {group.rank()}: {reason}",
-            "look at the output of the other ranks: one has ended, raised, or is not in the same "
-            "call",
+            f"look at the output of {names_of(gone)}, which ended before the others"
+            if gone
+            else "look at the output of the other ranks: one has ended, raised, or is not in the "
+            "same call",
         ) from error
 
 
