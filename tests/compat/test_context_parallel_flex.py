@@ -291,3 +291,32 @@ def test_gathering_passes_torchs_checks_of_custom_ops():
         return [tuple(t.shape) for t in fake]
 
     assert spawn(rank, 2) == [[(1, 2, 8, 3)] * 2] * 2
+
+
+@pytest.mark.parametrize("gradient", ["strided", "expanded"])
+def test_strides_of_inputs_and_gradients_do_not_matter(gradient):
+    length = 37
+    tensors, mask = [t.transpose(1, 2).contiguous() for t in _qkvg(length)], _mask(length)
+
+    def attend(q, k, v, g, attention):
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        views = [t.transpose(1, 2) for t in x]
+        assert not any(view.is_contiguous() for view in views)
+        out = attention(*views)
+        if gradient == "expanded":
+            out.sum().backward()
+        else:
+            out.backward(g.transpose(1, 2))
+        return [out.detach().transpose(1, 2), *(t.grad for t in x)]
+
+    def rank(mesh):
+        balancer = _HeadTailLoadBalancer(length, 3, "cpu")
+        *parts, part = _context_parallel_shard(mesh, [*tensors, mask], [1] * 5, balancer)
+        style = _ContextParallel(2, _ContextParallel.AttentionType.FLEX)
+        module = parallelize_module(_Attention(score_mod=_alibi), mesh, style)
+        found = attend(*parts, lambda q, k, v: module(q, k, v, block_mask=part))
+        return context_parallel_unshard(mesh, found, [1] * 4, balancer)
+
+    whole = _Attention(score_mod=_alibi)
+    wanted = attend(*tensors, lambda q, k, v: whole(q, k, v, block_mask=mask))
+    assert all(_is_close(found, wanted) for found in spawn(rank, 3))

@@ -160,3 +160,65 @@ def test_an_unknown_attention_type_is_pytorchs_error():
     error = fails(rank)
     assert isinstance(error, ValueError)
     assert "Unknown attention type: flash" in str(error)
+
+
+class _Causal(nn.Module):
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in x.chunk(3, -1))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _with_two_layouts(mesh, attend):
+    """What `attend` gives for shards of one balancer, while those of a later one are in use."""
+    x = torch.arange(14 * 24, dtype=torch.float64).sin().view(1, 14, 24)
+    style = _ContextParallel(2, _ContextParallel.AttentionType.SDPA)
+    module = parallelize_module(_Causal(), mesh, style)
+    balancer = _HeadTailLoadBalancer(14, mesh.size(), "cpu")
+    (part,) = _context_parallel_shard(mesh, [x], [1], balancer)
+    labels = _context_parallel_shard(mesh, [torch.arange(14)], [0], None)
+    out = attend(module, part)
+    del labels
+    return context_parallel_unshard(mesh, [out], [1], balancer)[0], _Causal()(x)
+
+
+def test_shards_themselves_say_how_they_were_sharded():
+    for found, wanted in spawn(lambda mesh: _with_two_layouts(mesh, lambda f, x: f(x)), 2):
+        assert is_close([found], [wanted])
+
+
+def test_a_layout_that_could_be_one_of_two_is_an_error():
+    error = fails(lambda mesh: _with_two_layouts(mesh, lambda f, x: f(x * 1.0)))
+    assert "expected tensors of this length to be sharded in one way" in str(error)
+    assert "Layout(contiguous: 14 tokens" in str(error)
+    assert "Layout(_HeadTailLoadBalancer: 14 tokens" in str(error)
+    assert "delete those of another batch" in str(error)
+
+
+def test_tensors_of_two_layouts_in_one_call_are_an_error():
+    def rank(mesh):
+        x = torch.randn(1, 1, 14, 4)
+        balancer = _HeadTailLoadBalancer(14, 2, "cpu")
+        (q,) = _context_parallel_shard(mesh, [x], [2], balancer)
+        k, v = _context_parallel_shard(mesh, [x, x], [2, 2], None)
+        with context_parallel(mesh):
+            functional.scaled_dot_product_attention(q, k, v)
+
+    assert "expected tensors of this length to be sharded in one way" in str(fails(rank))
+
+
+def test_shards_of_earlier_batches_that_are_gone_do_not_matter():
+    tensors = qkvg(13)[:3]
+    wanted = functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+
+    def rank(mesh):
+        style = _ContextParallel(2, _ContextParallel.AttentionType.SDPA)
+        module = parallelize_module(_Attention(), mesh, style)
+        found = []
+        for lengths in ([4, 9], [6, 7], [13]):
+            balancer = _PerDocumentHeadTailLoadBalancer([lengths], 2, "cpu")
+            parts = _context_parallel_shard(mesh, tensors, [2] * 3, balancer)
+            out = module(*(t * 1.0 for t in parts), is_causal=True)
+            found += context_parallel_unshard(mesh, [out], [2])
+        return found
+
+    assert all(is_close(found, [wanted] * 3) for found in spawn(rank, 2))

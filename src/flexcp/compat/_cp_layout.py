@@ -1,12 +1,13 @@
 """How the sequence of a group is sharded: remembered per process group, never globally.
 
 PyTorch's functions for sharding, attention and unsharding don't pass the layout from one to the
-next. Here each of them asks the group, which knows how it was sharded last at these lengths.
+next. Here each of them asks the group, which knows the layout of every shard that it has made, and
+how it was sharded last at these lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.comm.transport import ProcessTransport
 from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
@@ -36,6 +38,8 @@ class Group:
     """For uneven and small messages."""
     sharded: list[Layout] = field(default_factory=list)
     """Layouts that sequences were sharded by, the latest last."""
+    shards: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """The layout of each shard that is still in use."""
     open: list[list[Layout]] = field(default_factory=list)
     """Layouts of each open `context_parallel`, innermost last."""
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -51,29 +55,70 @@ class Group:
         """How many ranks."""
         return self.pairs.world_size
 
-    def remember(self, layout: Layout) -> None:
-        """Notes that a sequence has been sharded like this."""
-        known = [x for x in self.sharded if x != layout]
-        self.sharded[:] = [*known, layout][-_MOST_LAYOUTS:]
+    def remember(self, layout: Layout) -> Layout:
+        """Notes that a sequence has been sharded like this; the same object for equal layouts."""
+        same = next((x for x in self.sharded if x == layout), layout)
+        known = [x for x in self.sharded if x is not same]
+        self.sharded[:] = [*known, same][-_MOST_LAYOUTS:]
+        return same
 
-    def layout_of(self, rows: int, device: torch.device) -> Layout:
-        """The layout of a sequence of which this rank holds so many rows; every rank asks."""
+    def layout_of(self, rows: int, device: torch.device, *tensors: Tensor) -> Layout:
+        """The layout of a sequence of which this rank holds so many rows; every rank asks.
+
+        Args:
+            rows: Tokens of this rank.
+            device: Where messages have to be.
+            *tensors: What is sharded; if it is what sharding gave, there is nothing to guess.
+        """
         own = torch.tensor([rows], device=device)
         counts = torch.cat(self.pairs.all_gather(own, [[1]] * self.size)).cpu()
-        contexts = [layout for context in reversed(self.open) for layout in context]
-        for layout in (*contexts, *reversed(self.sharded)):
-            if torch.equal(layout.counts, counts):
-                return layout
+
+        def fitting(layouts: Iterable[Layout | None]) -> list[Layout]:
+            return [x for x in layouts if x is not None and torch.equal(x.counts, counts)]
+
+        found = _only(fitting(map(self._layout_of_shard, tensors)))
+        if found is not None:
+            return found
+        contexts = fitting(layout for context in reversed(self.open) for layout in context)
+        if contexts:
+            return contexts[0]
+        # What was sharded last is what is meant, unless shards of another layout are in use too.
+        found = _only([*fitting(self.sharded)[-1:], *fitting(self.shards.values())])
+        if found is not None:
+            return found
         seq_len = int(counts.sum())
-        for layout in (default_layout(seq_len, self.size), chunked_layout(seq_len, self.size)):
-            if torch.equal(layout.counts, counts):
-                return layout
+        usual = fitting([default_layout(seq_len, self.size), chunked_layout(seq_len, self.size)])
+        if usual:
+            return usual[0]
         raise FlexCPError(
             f"shards of one sequence, such as {shard_sizes(seq_len, self.size)} tokens by rank",
             f"{counts.tolist()}",
             "shard with context_parallel or _context_parallel_shard on this mesh, or pass the "
             "load balancer",
         )
+
+    def _layout_of_shard(self, x: Tensor) -> Layout | None:
+        """The layout that a tensor, or the one that it is a view of, was sharded by."""
+        found: Layout | None = self.shards.get(x)
+        if found is None and x._base is not None:
+            found = self.shards.get(x._base)
+        return found
+
+
+def _only(layouts: Sequence[Layout]) -> Layout | None:
+    """The layout, if there is one."""
+    if not layouts:
+        return None
+    first = layouts[0]
+    other = next((x for x in layouts if x is not first and x != first), None)
+    if other is not None:
+        raise FlexCPError(
+            "tensors of this length to be sharded in one way, since attention can't see in which",
+            f"shards of {first} and of {other} in use",
+            "shard all of them with the same load balancer, or delete those of another batch "
+            "before attention; context_parallel_unshard can be given the load balancer",
+        )
+    return first
 
 
 # Kept by group rather than as a switch: it ends with the group, and groups don't see each other's.

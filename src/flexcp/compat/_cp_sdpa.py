@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -49,8 +49,8 @@ def sharded_sdpa(mesh: DeviceMesh) -> Sdpa:
         enable_gqa: bool = False,
     ) -> Tensor:
         refuse_mask_and_dropout(attn_mask, dropout_p)
-        query, key, value = autocast(*(_local(x, mesh) for x in (query, key, value)))
-        return _attend(group_of(mesh), query, key, value, is_causal, scale, enable_gqa)
+        shards = [_local(x, mesh) for x in (query, key, value)]
+        return _attend(group_of(mesh), shards, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
 
@@ -112,15 +112,13 @@ def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:
 
 def _attend(
     group: Group,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    shards: Sequence[Tensor],
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    lead = query.shape[:-2]
-    query, key, value = (with_heads(x) for x in (query, key, value))
+    lead = shards[0].shape[:-2]
+    query, key, value = (with_heads(x) for x in autocast(*shards))
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise FlexCPError(
             "as many heads in key and value as in query",
@@ -133,7 +131,7 @@ def _attend(
             f"{query.shape[2]} rows of query and {key.shape[2]} of key on rank {group.rank}",
             "shard query, key and value alike; for other sequences use one process",
         )
-    layout = group.layout_of(query.shape[2], query.device)
+    layout = group.layout_of(query.shape[2], query.device, *shards)
     plan = _plan(group, layout, query, key, is_causal)
     out = cast(Tensor, attention(query, key, value, plan, scale=scale))
     transport = plan.ranks.transport
@@ -144,7 +142,7 @@ def _attend(
 
 
 def _is_ring(plan: Plan) -> bool:
-    return plan.schedule_of().name == "ring" and plan.ranks.size > 1
+    return plan.schedule_of().name == "ring"
 
 
 def with_heads(x: Tensor) -> Tensor:

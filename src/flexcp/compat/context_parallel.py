@@ -220,15 +220,17 @@ class _Sharder:
         """This rank's part."""
         if isinstance(buffer, Tensor):
             layout = self._layout(buffer.shape[dim_of(buffer, dim)])
-            return _shard(buffer, dim, layout, self._group.rank)
+            part = _shard(buffer, dim, layout, self._group.rank)
+            self._group.shards[part] = layout
+            return part
         q_len, kv_len = (int(n) for n in buffer.seq_lengths)
         q_layout, kv_layout = self._layout(q_len), self._layout(kv_len)
         return shard_block_mask(buffer, q_layout, kv_layout, self._group.rank)
 
     def _layout(self, length: int) -> Layout:
         if length not in self._layouts:
-            self._layouts[length] = balanced_layout(self._balancer, length, self._group.size)
-            self._group.remember(self._layouts[length])
+            layout = balanced_layout(self._balancer, length, self._group.size)
+            self._layouts[length] = self._group.remember(layout)
         return self._layouts[length]
 
 
@@ -249,7 +251,8 @@ def context_parallel_unshard(
         buffers: This rank's shards.
         seq_dims: The sequence dimension of each.
         load_balancer: What they were sharded with. Without it, they are taken to be sharded as this
-            mesh sharded a sequence of their length last, or else as `context_parallel` would.
+            mesh sharded a sequence of their length last, or else as `context_parallel` would; where
+            shards of two layouts are in use, it has to be passed.
     """
     if len(buffers) != len(seq_dims):
         raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
@@ -260,6 +263,6 @@ def context_parallel_unshard(
         if given is not None:
             layout = balanced_layout(load_balancer, given.shape[-1], group.size)
         else:
-            layout = group.layout_of(x.shape[dim_of(x, dim)], x.device)
+            layout = group.layout_of(x.shape[dim_of(x, dim)], x.device, x)
         whole.append(_unshard(x, dim, layout, group))
     return whole
