@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
@@ -67,7 +66,7 @@ class _ContextParallel(ParallelStyle):
 
     def flex_input_fn(
         self,
-        module: nn.Module | None,  # noqa: ARG002
+        module: nn.Module | None,
         args: Any,
         kwargs: Any,
         mesh: DeviceMesh,
@@ -90,32 +89,36 @@ class _ContextParallel(ParallelStyle):
                 positional[i] = x
             else:
                 named[name] = x
-        self._translate_score(query, positional, named, mesh)
+        own = () if module is None else tuple(vars(module).values())
+        self._translate_score(query, positional, named, own, mesh)
         return tuple(positional), named
 
     def _translate_score(
-        self, query: Tensor, positional: list[Any], named: dict[str, Any], mesh: DeviceMesh
+        self,
+        query: Tensor,
+        positional: list[Any],
+        named: dict[str, Any],
+        own: tuple[Any, ...],
+        mesh: DeviceMesh,
     ) -> None:
         at_three = positional[3] if len(positional) > 3 else None
         is_score = callable(at_three) and not isinstance(at_three, BlockMask)
         score_mod = at_three if is_score else named.get("score_mod")
         if score_mod is None:
             return
-        known = [positions_of(x) for x in (*positional[3:], *named.values())]
+        # A block mask says it best: an argument, or else one that the module holds.
+        known = [positions_of(x) for x in (*positional[3:], *named.values(), *own)]
         at = next((x for x in known if x is not None), None)
         if at is None:
             group = group_of(mesh)
-            layout = group.layout_of(query.shape[self.seq_dim], query.device)
+            layout = group.layout_of(query.shape[self.seq_dim], query.device, query)
             order = [layout.positions(r).to(query.device) for r in range(group.size)]
             at = (order[group.rank], torch.cat(order, dim=-1))
-        translated = on_global_positions(score_mod, *at)
+        translated = on_global_positions(score_mod, *(x.to(query.device) for x in at))
         if is_score:
             positional[3] = translated
         else:
             named["score_mod"] = translated
-        # The block mask must not have it translated once more.
-        positional[3:] = [_without_positions(x) for x in positional[3:]]
-        named.update({name: _without_positions(x) for name, x in named.items()})
 
     def sdpa_input_fn(
         self,
@@ -152,16 +155,6 @@ class _ContextParallel(ParallelStyle):
                 f"a DTensor must be sharded as Shard({self.seq_dim}), got {x.placements}"
             )
         return x.to_local()
-
-
-def _without_positions(x: Any) -> Any:
-    if positions_of(x) is None:
-        return x
-    kept = vars(x)
-    if "_flexcp_plain" not in kept:  # made once, so that what is planned for it is kept too
-        kept["_flexcp_plain"] = copy.copy(x)
-        del kept["_flexcp_plain"]._flexcp_positions
-    return kept["_flexcp_plain"]
 
 
 def _enable_context_parallel_dispatcher() -> None:

@@ -22,7 +22,7 @@ from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.compiled import compiled_attention
 from flexcp.runtime.overridable import overridable
 from flexcp.runtime.planning import MaskLike, as_grid, prepare
-from flexcp.runtime.positions import on_global_positions, positions_of
+from flexcp.runtime.positions import on_global_positions, positions_of, sees_positions
 from flexcp.runtime.traced import traced_attention
 
 
@@ -82,8 +82,8 @@ def flex_attention(
     if sinks is not None:
         check_sinks(sinks, query)
     positions = positions_of(block_mask)
-    if score_mod is not None and positions is not None:
-        score_mod = on_global_positions(score_mod, *positions)
+    if score_mod is not None and positions is not None and not sees_positions(score_mod):
+        score_mod = on_global_positions(score_mod, *(x.to(query.device) for x in positions))
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)

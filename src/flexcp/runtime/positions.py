@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.kernels.score import ScoreFunction
 
+_translated: ContextVar[bool] = ContextVar("flexcp_positions_are_global", default=False)
+"""Whether the indices that a score function is being called with are global already."""
+
 
 def keep_positions(block_mask: BlockMask, q_at: Tensor, kv_at: Tensor) -> None:
-    """Notes which positions the rows and columns of a BlockMask are: [L], or [B, L]."""
-    block_mask._flexcp_positions = (q_at, kv_at)  # type: ignore[attr-defined]
+    """Notes which positions the rows and columns of a BlockMask are: [L], or [B, L].
+
+    They are kept on its mask_mod, which is of these rows and columns alone: `BlockMask.to` and
+    pytrees make new BlockMasks, but keep that function and what is noted on it.
+    """
+    block_mask.mask_mod._flexcp_positions = (q_at, kv_at)  # type: ignore[attr-defined]
 
 
 def positions_of(block_mask: object) -> tuple[Tensor, Tensor] | None:
     """What was noted, if anything."""
-    found: tuple[Tensor, Tensor] | None = getattr(block_mask, "_flexcp_positions", None)
+    mask_mod = getattr(block_mask, "mask_mod", None)
+    found: tuple[Tensor, Tensor] | None = getattr(mask_mod, "_flexcp_positions", None)
     return found
 
 
+def sees_positions(score_mod: ScoreFunction) -> bool:
+    """Whether a score_mod is one that `on_global_positions` has made."""
+    return getattr(score_mod, "_flexcp_sees_positions", False)
+
+
 def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -> ScoreFunction:
-    """A score_mod that is called with rows and columns, and sees positions."""
+    """A score_mod that is called with rows and columns, and sees positions.
+
+    Where a module wraps one in a function of its own, which is then translated too, the outermost
+    translates for all.
+    """
     if q_at.shape[-1] == 0:  # a rank without queries has no position to look up
         return score_mod
 
-    def seen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def look_up(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if q_at.dim() == 2:
             return score_mod(score, b, h, q_at[b, q], kv_at[b, kv])
         return score_mod(score, b, h, q_at[q], kv_at[kv])
 
+    def seen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # a graph can't hold the switch
+            return look_up(score, b, h, q, kv)
+        if _translated.get():
+            return score_mod(score, b, h, q, kv)
+        token = _translated.set(True)
+        try:
+            return look_up(score, b, h, q, kv)
+        finally:
+            _translated.reset(token)
+
+    seen._flexcp_sees_positions = True  # type: ignore[attr-defined]
     return seen
