@@ -154,6 +154,14 @@ def test_batch_elements_may_have_documents_and_layouts_of_their_own(schedule):
     assert compare(testing.simulate, 3, mask, 90, schedule=schedule) < 1e-10
 
 
+@pytest.mark.parametrize("layout", ["per_document", "ptrr"])
+def test_named_layouts_differ_between_batch_elements_that_do(layout):
+    ids = torch.stack([IDS[:90], torch.arange(90) // 7])
+    mask = masks.causal() & masks.document(ids)
+    for ranks, schedule in ((3, "exchange"), ((2, 2), "hybrid")):
+        assert compare(testing.simulate, ranks, mask, 90, layout=layout, schedule=schedule) < 1e-10
+
+
 @pytest.mark.parametrize(("dtype", "budget"), [(torch.float32, 3e-5), (torch.bfloat16, 3e-2)])
 def test_smaller_types_agree_within_their_rounding(dtype, budget):
     for schedule in ("exchange", "ring"):

@@ -25,7 +25,7 @@ def imbalance(grid: BlockGrid, layout: Layout) -> float:
 
 def assert_as_even_as_can_be(grid: BlockGrid, ranks: int) -> None:
     layout = balanced([grid], ranks)
-    bound = imbalance_bound(Work.of([grid]), ranks)
+    bound = imbalance_bound([Work.of([grid])], ranks)
     found = imbalance(grid, layout)
     assert bound * (1 - 1e-9) <= found <= max(1.02, 1.01 * bound)
     assert int(layout.counts.max()) - int(layout.counts.min()) <= grid.block_size[0]
@@ -87,5 +87,5 @@ def test_no_dealing_out_of_a_tiny_sequence_is_below_the_bound():
             for owner, area in zip(owners, areas, strict=True):
                 shares[owner] += area
             best = min(best, max(shares) * ranks / sum(areas))
-    bound = imbalance_bound(work, ranks)
+    bound = imbalance_bound([work], ranks)
     assert 1.05 < bound <= best

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from flexcp import FlexCPError
+from flexcp import FlexCPError, build_block_grid, masks
 from flexcp.layout import (
     Layout,
+    balanced,
     contiguous,
+    dealt,
     head_tail,
     per_document_head_tail,
     ptrr,
@@ -99,9 +102,87 @@ def test_layouts_keep_the_order_in_which_a_rank_stores_its_tokens():
             lambda: Layout.stacked([contiguous(4, 2)] * 2).shard(torch.zeros(3, 4), 1, rank=0),
             "2 batch elements along dim 0",
         ),
-        (lambda: striped(8, 2, stripe=0), "at least 1 token"),
+        (lambda: striped(8, 2, stripe=0), "stripe to be an integer of at least 1"),
+        (lambda: contiguous(-1, 2), "seq_len to be an integer of at least 0"),
+        (lambda: per_document_head_tail([3, -1], 2), "a length to be an integer of at least 0"),
+        (lambda: ptrr(torch.ones(3), 8, 2, block_size=2), "each of 4 blocks of 2 rows"),
+        (lambda: ptrr(torch.ones(4), 8, 2, block_size=0), "block_size to be an integer"),
+        (
+            lambda: dealt(torch.ones(3), 8, 2, block_size=2, chunk=1),
+            "each of 4 blocks of 2 rows, for 8 tokens",
+        ),
+        (lambda: dealt(torch.ones(4), 8, 2, block_size=2, chunk=0), "chunk to be an integer"),
+        (lambda: balanced([], 2), "one or several block grids"),
+        (lambda: Layout.of_runs([]), "at least 1 rank"),
+        (lambda: Layout.stacked([]), "a layout for each batch element"),
+        (
+            lambda: Layout("own", 4, 2, 1, *torch.tensor([[1, 0], [0, 2], [2, 4]])),
+            r"runs sorted by rank, got owners \[1, 0\]",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit_say_so(make, words):
     with pytest.raises(FlexCPError, match=words):
         make()
+
+
+def test_unshard_is_the_name_and_restore_another():
+    layout = head_tail(21, 4)
+    x = torch.randn(21)
+    parts = [layout.shard(x, 0, r) for r in range(4)]
+    assert torch.equal(layout.unshard(parts, 0), x)
+    assert torch.equal(layout.restore(parts, 0), x)
+
+
+def parts_of(*shapes):
+    return [torch.zeros(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("parts", "dim", "words"),
+    [
+        (parts_of(4), 0, "parts of all 3 ranks, got 1"),
+        (parts_of(3, 3, 4, 1), 0, "parts of all 3 ranks, got 4"),
+        ([], 0, "parts of all 3 ranks, got 0"),
+        (parts_of(3, 4, 3), 0, "3 along dim 0, the tokens of rank 1"),
+        (parts_of((2, 3), (2, 3), (2, 4)), 0, "3 along dim 0, the tokens of rank 0"),
+        (parts_of((2, 3), (2, 3), (2, 4)), 2, "3 along dim 2, the tokens of rank 0"),
+        (parts_of((2, 3), (3, 3), (2, 4)), 1, r"\(2, 3\) of rank 0 and \(3, 3\) of rank 1"),
+        (parts_of((2, 3), (1, 2, 3), (2, 4)), -1, r"\(2, 3\) of rank 0 and \(1, 2, 3\) of rank 1"),
+    ],
+)
+def test_parts_that_are_not_those_of_all_ranks_are_refused(parts, dim, words):
+    for name in ("unshard", "restore"):
+        with pytest.raises(FlexCPError, match=words):
+            getattr(contiguous(10, 3), name)(parts, dim)
+
+
+POLICIES = {
+    "contiguous": lambda ranks: contiguous(8, ranks),
+    "head_tail": lambda ranks: head_tail(8, ranks),
+    "striped": lambda ranks: striped(8, ranks, stripe=2),
+    "per_document": lambda ranks: per_document_head_tail([5, 3], ranks),
+    "ptrr": lambda ranks: ptrr(torch.ones(4), 8, ranks, block_size=2),
+    "dealt": lambda ranks: dealt(torch.ones(4), 8, ranks, block_size=2, chunk=1),
+    "balanced": lambda ranks: balanced([build_block_grid(masks.causal(), 8)], ranks),
+}
+
+
+@pytest.mark.parametrize("ranks", [0, -2, True, 2.0, "2", None])
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_ranks_are_refused(name, ranks):
+    with pytest.raises(FlexCPError, match=r"ranks to be an integer of at least 1.*world size of 1"):
+        POLICIES[name](ranks)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_integers_of_numpy_are_integers(name):
+    assert POLICIES[name](np.int32(2)) == POLICIES[name](2)
+
+
+def test_a_short_last_block_does_not_change_token_counts_where_they_are_to_be_exact():
+    light, heavy = torch.tensor([3, 2, 1, 0]), torch.tensor([1, 2, 3, 4])
+    first, second = (ptrr(x, 7, 2, block_size=2, exact_counts=True) for x in (light, heavy))
+    assert first.counts.tolist() == second.counts.tolist() == [3, 4]
+    assert Layout.stacked([first, second]).lanes == 2
+    assert ptrr(heavy, 7, 2, block_size=2).positions(0).tolist() == [0, 1, 6]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from flexcp.blocks.axis import Axis
 from flexcp.blocks.descent import Descent, count_pairs
 from flexcp.blocks.grid import BlockGrid
-from flexcp.blocks.measured import MeasuredMask, measure_mask
+from flexcp.blocks.measured import MeasuredMask, Planes, measure_mask
 from flexcp.blocks.pick import in_parts
 from flexcp.blocks.runs import BlockKind, Runs
 from flexcp.masks import trace_mask
@@ -17,8 +19,13 @@ _MOST_PAIRS = 1 << 22
 """Pairs evaluated together."""
 
 
-def token_areas(grid: BlockGrid, blocks: Tensor) -> Tensor:
+def token_areas(grid: BlockGrid, blocks: Tensor, planes: Sequence[int] | None = None) -> Tensor:
     """int64 [planes, n, bq] Allowed pairs of every query in some rows of tiles, exactly.
+
+    Args:
+        grid: The mask.
+        blocks: int64 [n] The rows of tiles.
+        planes: Which of its planes; all of them by default.
 
     >>> import flexcp
     >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 5, block_size=2)
@@ -27,8 +34,9 @@ def token_areas(grid: BlockGrid, blocks: Tensor) -> Tensor:
              [5, 0]]])
     """
     bq = grid.block_size[0]
-    areas = torch.zeros(len(grid.runs), blocks.numel(), bq, dtype=torch.int64)
-    if blocks.numel() == 0:
+    chosen = list(range(len(grid.runs)) if planes is None else planes)
+    areas = torch.zeros(len(chosen), blocks.numel(), bq, dtype=torch.int64)
+    if areas.numel() == 0:
         return areas
     inside = torch.arange(bq) < grid.q_axis.sizes[blocks][:, None]
     widths = torch.cat([torch.zeros(1, dtype=torch.int64), grid.kv_axis.sizes.cumsum(0)])
@@ -36,12 +44,13 @@ def token_areas(grid: BlockGrid, blocks: Tensor) -> Tensor:
     of_row = torch.nonzero(inside)[:, 0]
     fine = measure_mask(
         trace_mask(grid.mask.mask_mod),
-        grid.planes,
+        Planes(grid.planes.b[chosen], grid.planes.h[chosen], grid.planes.of),
         Axis(row, row, torch.ones_like(row)),
         grid.kv_axis,
     )
-    single = Descent(fine).run().unstacked(len(grid.runs))
-    for plane, (own, runs) in enumerate(zip(areas, grid.runs, strict=True)):
+    single = Descent(fine).run().unstacked(len(chosen))
+    for plane, own in enumerate(areas):
+        runs = grid.runs[chosen[plane]]
         which, run = runs_of_rows(runs, blocks)
         full = runs.kind[run] == BlockKind.FULL
         pairs = widths[runs.stop[run]] - widths[runs.start[run]]
@@ -111,10 +120,14 @@ def runs_of_rows(runs: Runs, rows: Tensor) -> tuple[Tensor, Tensor]:
     return which, first[which] + torch.arange(which.numel()) - before[which]
 
 
-def unlinked_neighbours(grid: BlockGrid) -> Tensor:
+def unlinked_neighbours(grid: BlockGrid, planes: Sequence[int] | None = None) -> Tensor:
     """int64 [n] Positions t such that t and t - 1 never see each other, in either direction.
 
     Documents, chunks and branches begin at such positions.
+
+    Args:
+        grid: The mask.
+        planes: Those of its planes in which they don't; all of them by default.
 
     >>> import flexcp
     >>> unlinked_neighbours(flexcp.build_block_grid(flexcp.masks.document(lengths=[3, 2]), 5))
@@ -122,7 +135,8 @@ def unlinked_neighbours(grid: BlockGrid) -> Tensor:
     """
     graph = trace_mask(grid.mask.mask_mod)
     later = torch.arange(1, min(grid.q_len, grid.kv_len))
-    for b, h in zip(grid.planes.b, grid.planes.h, strict=True):
+    for plane in range(len(grid.runs)) if planes is None else planes:
+        b, h = grid.planes.b[plane], grid.planes.h[plane]
         strangers = [later[:0]]
         for t in in_parts(later, _MOST_PAIRS):
             q, kv = t + grid.q_start, t + grid.kv_start

@@ -9,7 +9,7 @@ import torch
 from flexcp.blocks import BlockGrid
 from flexcp.layout.fill import fold
 from flexcp.layout.layout import Layout
-from flexcp.layout.policies import contiguous, even_edges
+from flexcp.layout.policies import contiguous, even_edges, require_ranks
 from flexcp.layout.reach import rows_needed
 from flexcp.layout.work import Work
 
@@ -41,17 +41,18 @@ def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 5
     >>> balanced([causal], 4)
     Layout(balanced: 8192 tokens on 4 ranks, 2048 each, 7 runs)
     """
-    elements = max(_elements(grid) for grid in grids)
+    ranks = require_ranks(ranks)
+    elements = elements_that_differ(grids)
     if elements > 1:
         lanes = [_one_lane(grids, ranks, lane, pairs_per_row) for lane in range(elements)]
         return Layout.stacked(lanes, name="balanced")
     return _one_lane(grids, ranks, None, pairs_per_row)
 
 
-def _elements(grid: BlockGrid) -> int:
-    """1 if all batch elements have the same planes."""
-    same = bool((grid.planes.of == grid.planes.of[:1]).all())
-    return 1 if same else grid.batch
+def elements_that_differ(grids: Sequence[BlockGrid]) -> int:
+    """How many batch elements there are, or 1 if all are the same under each of the masks."""
+    same = [bool((grid.planes.of == grid.planes.of[:1]).all()) for grid in grids]
+    return max((1 if s else grid.batch for s, grid in zip(same, grids, strict=True)), default=1)
 
 
 def _one_lane(
@@ -73,8 +74,8 @@ def _one_lane(
 def _local(work: Work, ranks: int) -> bool:
     """Whether every row sees only what is near, as under a window."""
     share = work.seq_len / ranks
-    for grid in work.grids:
-        for runs in grid.runs:
+    for grid, planes in work.planes:
+        for runs in (grid.runs[plane] for plane in planes):
             left = (runs.row - runs.start).clamp(min=0)
             right = (runs.stop - 1 - runs.row).clamp(min=0)
             if len(runs) and float(torch.maximum(left, right).max()) * work.block > 2 * share:

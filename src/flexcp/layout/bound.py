@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,24 +20,46 @@ _TOGETHER = 8
 """How many of the heaviest rows one rank is asked to have at once."""
 
 
-def imbalance_bound(work: Work, ranks: int) -> float:
+def imbalance_bound(lanes: Sequence[Work], ranks: int) -> float:
     """The least max/mean work of any layout whose token counts differ by at most a block.
 
     The heaviest rows are somewhere, and ranks that have them have light rows besides, since they
     may have only a block of rows fewer than others. Rows of long sequences count as the mean of
     their block, but for those of the heaviest blocks.
+
+    Args:
+        lanes: The work of all batch elements together, if one layout is for all of them; of each by
+            itself, if each has its own. Ranks may then have a row of one without that of another.
+        ranks: How many ranks share the rows.
     """
-    total = int(work.before[-1])
+    work = lanes[0]
+    whole = _Whole(sum(w.seq_len for w in lanes), work.block * len(lanes), ranks)
+    total = sum(int(w.before[-1]) for w in lanes)
     if total == 0 or ranks == 1:
         return 1.0
-    count = work.blocks.numel()
-    few = torch.topk(work.blocks, min(4, count)).indices.sort().values
-    if int(work.tokens(few).max()) * _TOGETHER * work.seq_len <= total * work.block:
+    heaviest = max(_heaviest(w) for w in lanes)
+    if heaviest * _TOGETHER * whole.rows <= total * work.block:
         return 1.0  # a block of rows less makes up for several of these
-    looked_at = min(count, _BLOCKS if work.seq_len > _ROW_BY_ROW else count)
-    rows = _Rows.of(work, torch.topk(work.blocks, looked_at).indices.sort().values)
-    least = max(_shared(rows, work, ranks), _on_one(rows, work, ranks))
+    rows = _Rows.of(lanes)
+    least = max(_shared(rows, whole), _on_one(rows, whole))
     return max(1.0, least * ranks / total)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What is shared."""
+
+    rows: int
+    """Of all lanes."""
+    slack: int
+    """How many rows ranks may differ by, over all lanes."""
+    ranks: int
+
+
+def _heaviest(work: Work) -> int:
+    """The work of the heaviest row, as far as a few blocks tell."""
+    few = torch.topk(work.blocks, min(4, work.blocks.numel())).indices.sort().values
+    return int(work.tokens(few).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,21 +74,28 @@ class _Rows:
     """float64 [m + 1] Their work."""
 
     @classmethod
-    def of(cls, work: Work, blocks: Tensor) -> _Rows:
-        """All rows: those of some blocks one by one, others as equal parts of their block."""
-        sizes = torch.full((work.blocks.numel(),), work.block)
-        sizes[-1] = work.seq_len - work.block * (work.blocks.numel() - 1)
-        inside = torch.arange(work.block) < sizes[blocks][:, None]
-        single = work.tokens(blocks)[inside].double()
-        rest = torch.ones(sizes.numel(), dtype=torch.bool)
-        rest[blocks] = False
-        area = torch.cat([single, work.blocks[rest].double()])
-        size = torch.cat([torch.ones_like(single), sizes[rest].double()])
-        order = torch.argsort(area / size, stable=True)
+    def of(cls, lanes: Sequence[Work]) -> _Rows:
+        """All rows: those of the heaviest blocks one by one, others as parts of their block."""
+        singles, areas, sizes = [], [], []
+        for work in lanes:
+            count = work.blocks.numel()
+            looked_at = min(count, _BLOCKS if work.seq_len > _ROW_BY_ROW else count)
+            blocks = torch.topk(work.blocks, looked_at).indices.sort().values
+            size = torch.full((count,), work.block)
+            size[-1] = work.seq_len - work.block * (count - 1)
+            inside = torch.arange(work.block) < size[blocks][:, None]
+            single = work.tokens(blocks)[inside].double()
+            rest = torch.ones(count, dtype=torch.bool)
+            rest[blocks] = False
+            singles.append(single)
+            areas += [single, work.blocks[rest].double()]
+            sizes += [torch.ones_like(single), size[rest].double()]
+        area, size_of = torch.cat(areas), torch.cat(sizes)
+        order = torch.argsort(area / size_of, stable=True)
         zero = torch.zeros(1, dtype=torch.float64)
         return cls(
-            single.sort(descending=True).values,
-            torch.cat([zero, size[order].cumsum(0)]),
+            torch.cat(singles).sort(descending=True).values,
+            torch.cat([zero, size_of[order].cumsum(0)]),
             torch.cat([zero, area[order].cumsum(0)]),
         )
 
@@ -77,22 +107,23 @@ class _Rows:
         return self.areas[at - 1] + (count - self.counts[at - 1]) * area / size
 
 
-def _shared(rows: _Rows, work: Work, ranks: int) -> float:
+def _shared(rows: _Rows, whole: _Whole) -> float:
     """Some of the heaviest rows are on as many ranks or fewer, which have lightest ones besides."""
+    ranks = whole.ranks
     most = min(ranks - 1, rows.top.numel(), _HEAVIEST)
     heavy = torch.arange(1, most + 1, dtype=torch.float64)[:, None]
     sharers = heavy.T
-    tokens = sharers * ((work.seq_len - (ranks - sharers) * work.block) / ranks)
+    tokens = sharers * ((whole.rows - (ranks - sharers) * whole.slack) / ranks)
     areas = (rows.top[:most].cumsum(0)[:, None] + rows.lightest(tokens - heavy)) / sharers
     return float(areas.masked_fill(sharers > heavy, float("inf")).amin(1).max())
 
 
-def _on_one(rows: _Rows, work: Work, ranks: int) -> float:
+def _on_one(rows: _Rows, whole: _Whole) -> float:
     """With more heavy rows than ranks, one of them has several; besides lightest ones."""
-    tokens = (work.seq_len - (ranks - 1) * work.block) / ranks
+    tokens = (whole.rows - (whole.ranks - 1) * whole.slack) / whole.ranks
     least = 0.0
     for several in range(1, _TOGETHER + 1):
-        last = (several - 1) * ranks + 1
+        last = (several - 1) * whole.ranks + 1
         if last > rows.top.numel():
             break
         besides = rows.lightest(torch.tensor(tokens - several, dtype=torch.float64))

@@ -26,9 +26,9 @@ class Layout:
     >>> layout.positions(0)
     tensor([0, 1, 6, 7])
     >>> x = torch.arange(8) * 10
-    >>> layout.shard(x, 0, rank=1)
+    >>> layout.shard(x, 0, 1)
     tensor([20, 30, 40, 50])
-    >>> layout.restore([layout.shard(x, 0, rank=r) for r in range(2)], 0)
+    >>> layout.unshard([layout.shard(x, 0, r) for r in range(2)], 0)
     tensor([ 0, 10, 20, 30, 40, 50, 60, 70])
     """
 
@@ -101,6 +101,8 @@ class Layout:
         tensor([[0, 1],
                 [2, 3]])
         """
+        if not lanes:
+            raise FlexCPError("a layout for each batch element", "none", "pass at least one layout")
         first = lanes[0]
         if any((x.seq_len, x.ranks, x.lanes) != (first.seq_len, first.ranks, 1) for x in lanes):
             raise FlexCPError(
@@ -169,7 +171,7 @@ class Layout:
         order = torch.cat([self.rows_of(r) for r in range(self.ranks)])
         return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
 
-    def shard(self, x: Tensor, dim: int, *, rank: int, batch_dim: int = 0) -> Tensor:
+    def shard(self, x: Tensor, dim: int, rank: int, *, batch_dim: int = 0) -> Tensor:
         """A rank's rows of a full tensor; differentiable."""
         dim = _require_dim(x, dim, self.seq_len, "the layout's sequence length")
         index = self.positions(rank).to(x.device)
@@ -177,10 +179,9 @@ class Layout:
             return x.index_select(dim, index)
         return _by_lane(x, dim, index, self._require_batch_dim(x, dim, batch_dim))
 
-    def restore(self, parts: Sequence[Tensor], dim: int, *, batch_dim: int = 0) -> Tensor:
+    def unshard(self, parts: Sequence[Tensor], dim: int, *, batch_dim: int = 0) -> Tensor:
         """The full tensor from the parts of all ranks, in order of rank; differentiable."""
-        for rank, part in enumerate(parts):
-            _require_dim(part, dim, int(self.counts[rank]), f"the tokens of rank {rank}")
+        self._require_parts(parts, dim)
         whole = torch.cat(list(parts), dim=dim)
         dim = dim % whole.dim()
         if self.lanes == 1:
@@ -191,6 +192,29 @@ class Layout:
             1, order, torch.arange(self.seq_len).expand_as(order)
         )
         return _by_lane(whole, dim, index.to(whole.device), batch_dim)
+
+    restore = unshard
+    """Another name of `unshard`."""
+
+    def _require_parts(self, parts: Sequence[Tensor], dim: int) -> None:
+        if len(parts) != self.ranks:
+            raise FlexCPError(
+                f"the parts of all {self.ranks} ranks",
+                f"{len(parts)}",
+                "pass one part per rank, in order of rank; those without tokens have empty ones",
+            )
+        for rank, (part, count) in enumerate(zip(parts, self.counts.tolist(), strict=True)):
+            at = _require_dim(part, dim, count, f"the tokens of rank {rank}")
+            shapes = [list(x.shape) for x in (parts[0], part)]
+            if len(shapes[0]) == len(shapes[1]):
+                shapes[0][at] = count
+            if shapes[0] != shapes[1]:
+                raise FlexCPError(
+                    f"parts that differ in nothing but their length along dim {dim}",
+                    f"shapes {tuple(parts[0].shape)} of rank 0 and {tuple(part.shape)} of rank "
+                    f"{rank}",
+                    "shard the same tensor on every rank",
+                )
 
     def _require_batch_dim(self, x: Tensor, dim: int, batch_dim: int) -> int:
         batch_dim = batch_dim % x.dim()
@@ -251,6 +275,12 @@ def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
 
 
 def _require_partition(layout: Layout) -> None:
+    if layout.ranks < 1 or layout.lanes < 1:
+        raise FlexCPError(
+            "a layout for at least 1 rank, with at least 1 lane",
+            f"{layout.ranks} ranks, {layout.lanes} lanes",
+            "pass a world size of 1 or more, and one layout for each batch element",
+        )
     start, order = torch.sort(layout.start)
     stop = layout.stop[order]
     edges = torch.cat([torch.zeros(1, dtype=torch.int64), stop])
@@ -271,7 +301,12 @@ def _require_partition(layout: Layout) -> None:
             f"{int(layout.rank.min())} to {int(layout.rank.max())}",
             "give the layout as many ranks as own tokens",
         )
-    assert bool((layout.rank.diff() >= 0).all()), "runs are not sorted by rank"
+    if bool((layout.rank.diff() < 0).any()):
+        raise FlexCPError(
+            "runs sorted by rank",
+            f"owners {layout.rank.tolist()}" if layout.rank.numel() < 64 else "others",
+            "make the layout with Layout.of_runs or Layout.of_positions, which sort them",
+        )
     if layout.lanes > 1:
         lane = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
         sizes = torch.zeros(layout.ranks * layout.lanes, dtype=torch.int64)

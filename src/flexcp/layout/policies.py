@@ -10,6 +10,21 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.layout.layout import Layout
+from flexcp.whole import whole_number
+
+
+def require_ranks(ranks: object) -> int:
+    """How many ranks there are, or an error.
+
+    >>> require_ranks(4)
+    4
+    """
+    return whole_number("ranks", ranks, at_least=1, fix="pass a world size of 1 or more")
+
+
+def _require_sizes(seq_len: object, ranks: object) -> tuple[int, int]:
+    fix = "pass the number of tokens of the whole sequence"
+    return whole_number("seq_len", seq_len, at_least=0, fix=fix), require_ranks(ranks)
 
 
 def even_edges(total: int, parts: int) -> Tensor:
@@ -27,6 +42,7 @@ def contiguous(seq_len: int, ranks: int) -> Layout:
     >>> contiguous(10, 4).positions(1)
     tensor([2, 3, 4])
     """
+    seq_len, ranks = _require_sizes(seq_len, ranks)
     edges = even_edges(seq_len, ranks)
     return _of_chunks("contiguous", seq_len, ranks, edges, torch.arange(ranks))
 
@@ -39,6 +55,7 @@ def head_tail(seq_len: int, ranks: int) -> Layout:
     >>> head_tail(16, 4).positions(1)
     tensor([ 2,  3, 12, 13])
     """
+    seq_len, ranks = _require_sizes(seq_len, ranks)
     edges = even_edges(seq_len, 2 * ranks)
     return _of_chunks("head_tail", seq_len, ranks, edges, _there_and_back(ranks))
 
@@ -49,8 +66,8 @@ def striped(seq_len: int, ranks: int, *, stripe: int = 128) -> Layout:
     >>> striped(12, 2, stripe=2).positions(0)
     tensor([0, 1, 4, 5, 8, 9])
     """
-    if stripe < 1:
-        raise FlexCPError("stripes of at least 1 token", str(stripe), "pass stripe=128")
+    seq_len, ranks = _require_sizes(seq_len, ranks)
+    stripe = whole_number("stripe", stripe, at_least=1, fix="pass stripe=128")
     first = torch.arange(0, seq_len, stripe)
     edges = torch.cat([first, torch.full((1,), seq_len)])
     return _of_chunks("striped", seq_len, ranks, edges, torch.arange(first.numel()) % ranks)
@@ -73,6 +90,9 @@ def per_document_head_tail(
     >>> layout.positions(0), layout.positions(1)
     (tensor([ 0,  1,  6,  7, 10]), tensor([2, 3, 4, 5, 8, 9]))
     """
+    ranks = require_ranks(ranks)
+    fix = "pass how many tokens each document has"
+    lengths = [whole_number("a length", n, at_least=0, fix=fix) for n in lengths]
     total = sum(lengths)
     size = torch.tensor(list(lengths), dtype=torch.int64)
     first = size.cumsum(0) - size
@@ -91,7 +111,14 @@ def per_document_head_tail(
     return levelled("per_document", rows, counts, cost=cost)
 
 
-def ptrr(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int = 128) -> Layout:
+def ptrr(
+    block_areas: Tensor,
+    seq_len: int,
+    ranks: int,
+    *,
+    block_size: int = 128,
+    exact_counts: bool = False,
+) -> Layout:
     """Blocks sorted by work and dealt out in turns, there and back.
 
     PTRR is short for processing time and round robin.
@@ -101,11 +128,18 @@ def ptrr(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int = 128
         seq_len: Tokens of the whole sequence.
         ranks: How many ranks there are.
         block_size: Rows of a block.
+        exact_counts: Token counts depend on nothing but length and ranks, as several lanes of one
+            layout need it: a last block that is not whole is dealt out last, whatever its work.
 
     >>> ptrr(torch.tensor([1, 2, 3, 4]), 8, 2, block_size=2).positions(0)
     tensor([0, 1, 6, 7])
     """
+    seq_len, ranks = _require_sizes(seq_len, ranks)
+    block_size = _require_blocks(block_areas, seq_len, block_size)
     order = torch.argsort(block_areas, descending=True, stable=True)
+    if exact_counts and seq_len % block_size:
+        last = order.numel() - 1
+        order = torch.cat([order[order != last], torch.tensor([last])])
     turn = torch.arange(order.numel()) % (2 * ranks)
     owner = torch.empty_like(order).scatter_(0, order, _there_and_back(ranks)[turn])
     first = torch.arange(0, seq_len, block_size)
@@ -126,6 +160,9 @@ def dealt(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int, chu
     >>> dealt(torch.tensor([1, 2, 3, 4]), 8, 2, block_size=2, chunk=1).positions(0)
     tensor([0, 1, 6, 7])
     """
+    seq_len, ranks = _require_sizes(seq_len, ranks)
+    block_size = _require_blocks(block_areas, seq_len, block_size)
+    chunk = whole_number("chunk", chunk, at_least=1, fix="pass how many blocks a chunk has")
     areas = [int(part.sum()) for part in block_areas.split(chunk)]
     room = [-(-len(areas) // ranks)] * ranks
     loads = [(0, rank) for rank in range(ranks)]
@@ -139,6 +176,18 @@ def dealt(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int, chu
     first = torch.arange(0, seq_len, chunk * block_size)
     edges = torch.cat([first, torch.full((1,), seq_len)])
     return _of_chunks("dealt", seq_len, ranks, edges, owner)
+
+
+def _require_blocks(block_areas: Tensor, seq_len: int, block_size: object) -> int:
+    size = whole_number("block_size", block_size, at_least=1, fix="pass block_size=128")
+    blocks = -(-seq_len // size)
+    if tuple(block_areas.shape) != (blocks,):
+        raise FlexCPError(
+            f"the work of each of {blocks} blocks of {size} rows, for {seq_len} tokens",
+            f"shape {tuple(block_areas.shape)}",
+            "pass the areas of all blocks of rows, summed over batch elements and heads",
+        )
+    return size
 
 
 def _there_and_back(ranks: int) -> Tensor:

@@ -157,8 +157,8 @@ def _spans(work: Work, bounds: Tensor, group: Tensor, start: Tensor) -> Tensor:
     size, blocks = work.block, work.blocks.numel()
     first = torch.full((blocks,), blocks)
     last = torch.zeros(blocks, dtype=torch.int64)
-    for grid in work.grids:
-        for runs in grid.runs:
+    for grid, planes in work.planes:
+        for runs in (grid.runs[plane] for plane in planes):
             first.scatter_reduce_(0, runs.row, runs.start, "amin")
             last.scatter_reduce_(0, runs.row, runs.stop, "amax")
     block = torch.div(start, size, rounding_mode="floor")

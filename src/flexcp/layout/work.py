@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexcp.blocks import BlockGrid
 from flexcp.blocks.tokens import areas_by_plane, token_areas, unlinked_neighbours
+from flexcp.errors import FlexCPError
 from flexcp.layout.layout import Layout
 
 
@@ -31,6 +32,7 @@ class Work:
         cls, grids: Sequence[BlockGrid], lane: int | None = None, heads: range | None = None
     ) -> Work:
         """The work of one batch element or of all together; of some heads or of all."""
+        _require_alike(grids)
         chosen = [g.planes.of if lane is None else g.planes.of[lane : lane + 1] for g in grids]
         if heads is not None:
             chosen = [of[:, heads.start : heads.stop] for of in chosen]
@@ -39,6 +41,12 @@ class Work:
             for g, of in zip(grids, chosen, strict=True)
         )
         return cls(tuple(grids), weights)
+
+    @property
+    def planes(self) -> Iterator[tuple[BlockGrid, list[int]]]:
+        """Every grid, with those of its planes that the lane has."""
+        for grid, weight in zip(self.grids, self.weights, strict=True):
+            yield grid, torch.nonzero(weight).squeeze(1).tolist()
 
     @property
     def seq_len(self) -> int:
@@ -61,8 +69,8 @@ class Work:
     def tokens(self, blocks: Tensor) -> Tensor:
         """int64 [n, block] Pairs of each row of some blocks."""
         return sum(
-            (w[:, None, None] * token_areas(g, blocks)).sum(0)
-            for g, w in zip(self.grids, self.weights, strict=True)
+            (w[planes][:, None, None] * token_areas(g, blocks, planes)).sum(0)
+            for (g, planes), w in zip(self.planes, self.weights, strict=True)
         )  # type: ignore[return-value]
 
     @cached_property
@@ -91,9 +99,9 @@ class Work:
     def seams(self) -> Tensor:
         """int64 [n] Positions where documents begin: tokens before and after are strangers."""
         found: Tensor | None = None
-        for grid in self.grids:
-            own = unlinked_neighbours(grid)
-            own = own[_bridges(grid)[torch.div(own, self.block, rounding_mode="floor")]]
+        for grid, planes in self.planes:
+            own = unlinked_neighbours(grid, planes)
+            own = own[_bridges(grid, planes)[torch.div(own, self.block, rounding_mode="floor")]]
             found = own if found is None else found[torch.isin(found, own)]
         assert found is not None
         return found
@@ -117,11 +125,23 @@ def area_per_rank(
     return areas
 
 
-def _bridges(grid: BlockGrid) -> Tensor:
+def _require_alike(grids: Sequence[BlockGrid]) -> None:
+    """Masks are added up block by block."""
+    found = {(grid.q_len, grid.kv_len, grid.block_size) for grid in grids}
+    if len(found) != 1:
+        raise FlexCPError(
+            "one or several block grids over the same tokens, with the same block size",
+            ", ".join(f"{q} x {kv} tokens in blocks of {size}" for q, kv, size in sorted(found))
+            or "none",
+            "build all of them with the same lengths and the same block_size",
+        )
+
+
+def _bridges(grid: BlockGrid, planes: Sequence[int]) -> Tensor:
     """Per block: whether all that is before it and all that is after meet in it at most."""
     rows, cols = grid.shape
     meets = torch.ones(max(rows, cols), dtype=torch.bool)
-    for runs in grid.runs:
+    for runs in (grid.runs[plane] for plane in planes):
         first = torch.full((rows + 1,), cols)
         first.scatter_reduce_(0, runs.row, runs.start, "amin")
         last = torch.full((rows + 1,), -1)

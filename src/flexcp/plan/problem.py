@@ -20,6 +20,7 @@ from flexcp.layout import (
     ptrr,
     striped,
 )
+from flexcp.layout.balance import elements_that_differ
 from flexcp.layout.policies import even_edges
 from flexcp.layout.work import Work
 from flexcp.plan.machine import Machine
@@ -67,16 +68,27 @@ def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
         return head_tail(length, ranks)
     if name == "striped":
         return striped(length, ranks, stripe=min(block, max(1, length // ranks)))
-    if name == "per_document":
-        edges = torch.cat([torch.tensor([0]), Work.of(grids).seams, torch.tensor([length])])
-        return per_document_head_tail(edges.diff().tolist(), ranks)
-    if name == "ptrr":
-        return ptrr(Work.of(grids).blocks, length, ranks, block_size=block)
+    if name in ("per_document", "ptrr"):
+        elements = elements_that_differ(grids)
+        if elements == 1:
+            return _by_work(name, Work.of(grids), ranks)
+        works = (Work.of(grids, element) for element in range(elements))
+        return Layout.stacked([_by_work(name, work, ranks, exact_counts=True) for work in works])
     raise FlexCPError(
         f"a layout among {', '.join(LAYOUTS)}, or a Layout",
         repr(name),
         "pass one of those names, or a Layout made for this sequence",
     )
+
+
+def _by_work(name: str, work: Work, ranks: int, *, exact_counts: bool = False) -> Layout:
+    """A layout that depends on the masks: for one batch element, or for all together."""
+    if name == "ptrr":
+        return ptrr(
+            work.blocks, work.seq_len, ranks, block_size=work.block, exact_counts=exact_counts
+        )
+    edges = torch.cat([torch.tensor([0]), work.seams, torch.tensor([work.seq_len])])
+    return per_document_head_tail(edges.diff().tolist(), ranks)
 
 
 def split_groups(groups: Layout, inner: int) -> Layout:

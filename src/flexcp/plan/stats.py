@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,26 @@ from flexcp.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Stats:
-    """Numbers of a plan; lists have one entry per rank, sums are over all of its masks."""
+class Stats(Mapping[str, Any]):
+    """Numbers of a plan; lists have one entry per rank, sums are over all of its masks.
+
+    They are attributes, and a mapping from their names as well.
+
+    >>> import flexcp
+    >>> stats = flexcp.make_plan(flexcp.masks.causal(), 1024, 4).stats()
+    >>> stats.imbalance == stats["imbalance"] == dict(stats)["imbalance"]
+    True
+    >>> "predicted_seconds" in stats
+    True
+    """
 
     area_per_rank: tuple[int, ...]
     """Allowed pairs, over batch elements and query heads."""
     imbalance: float
     """Largest over mean area."""
     imbalance_lower_bound: float
-    """What no layout with even token counts can be below."""
+    """What no layout with even token counts can be below: none of one for all batch elements, or of
+    one for each, as the plan has it."""
     tokens_received_per_rank: tuple[int, ...]
     """Rows of K and V that arrive in forward."""
     bytes_received_per_rank: tuple[int, ...]
@@ -46,15 +58,19 @@ class Stats:
     compute_seconds: float
     """What the slowest rank's work alone would take."""
 
-    def __getitem__(self, name: str) -> object:
-        """A number by its name, as of a mapping."""
-        if name not in self.keys():
+    def __getitem__(self, name: str) -> Any:
+        """A number by its name."""
+        if name not in self.__dataclass_fields__:
             raise KeyError(name)
         return getattr(self, name)
 
-    def keys(self) -> list[str]:
-        """The names of all numbers: `dict(plan.stats())` works."""
-        return [f.name for f in fields(self)]
+    def __iter__(self) -> Iterator[str]:
+        """The names of all numbers."""
+        return iter(self.__dataclass_fields__)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.__dataclass_fields__)
 
 
 def make_stats(
@@ -74,7 +90,7 @@ def make_stats(
     return Stats(
         tuple(areas.tolist()),
         float(areas.max()) / mean if mean else 1.0,
-        imbalance_bound(Work.of(list(grids.values())), first.groups.ranks),
+        imbalance_bound(_lanes(grids, first.layout.lanes), first.groups.ranks),
         tuple(sum(t.kv_rows for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.forward for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.backward for t in moved).tolist()),  # type: ignore[union-attr]
@@ -85,6 +101,12 @@ def make_stats(
         sum(c.backward for c in costs.values()),
         sum(c.compute for c in costs.values()),
     )
+
+
+def _lanes(grids: Mapping[str, BlockGrid], lanes: int) -> list[Work]:
+    """The work that one layout is for, for each that there is."""
+    every = list(grids.values())
+    return [Work.of(every)] if lanes == 1 else [Work.of(every, lane) for lane in range(lanes)]
 
 
 def areas_of(grid: BlockGrid, schedule: Schedule) -> Tensor:
