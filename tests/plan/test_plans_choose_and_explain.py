@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 
 import flexcp
 from flexcp import FlexCPError, masks
-from flexcp.layout import contiguous
+from flexcp.layout import balanced, contiguous
 from flexcp.plan import PRESETS, Machine, make_plan
 
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -165,11 +169,15 @@ def test_json_is_complete():
     assert data["machine"]["name"] == "h100-ib"
 
 
-def test_a_machine_can_be_measured():
-    machine = Machine.measure(seconds=0.01)
-    assert machine.flops > 0
-    assert machine.intra_bandwidth > 0
-    make_plan(masks.causal(), 100, 2, machine=machine)
+@pytest.mark.parametrize("options", [{}, {"seconds": 0.01}], ids=["defaults", "in short"])
+def test_a_machine_can_be_measured(options):
+    machine = Machine.measure(**options)
+    numbers = (machine.flops, machine.intra_bandwidth, machine.latency, machine.message)
+    assert all(math.isfinite(x) and x > 0 for x in numbers)
+    assert machine.inter_bandwidth == machine.intra_bandwidth
+    plan = make_plan(masks.causal(), 100, 2, machine=machine)
+    assert plan.machine is machine
+    assert plan.stats().predicted_seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -177,6 +185,12 @@ def test_a_machine_can_be_measured():
     [
         (lambda: make_plan(masks.causal(), 100, 0), "at least 1 rank.*got 0 ranks"),
         (lambda: make_plan(masks.causal(), 100, "8"), "a DeviceMesh, a simulated mesh"),
+        (lambda: make_plan(masks.causal(), 100, True), "a DeviceMesh, a simulated mesh"),
+        (lambda: make_plan(masks.causal(), 100, 4.0), "a DeviceMesh, a simulated mesh"),
+        (lambda: make_plan(masks.causal(), 100, (2, True)), "a DeviceMesh, a simulated mesh"),
+        (lambda: make_plan(masks.causal(), 100, -4), "at least 1 rank.*got -4 ranks"),
+        (lambda: make_plan(masks.causal(), 100, 4, num_heads=2.0), "num_heads to be an integer"),
+        (lambda: make_plan(masks.causal(), 100, 4, batch=True), "batch to be an integer"),
         (lambda: make_plan(masks.causal(), 100, (2, 2, 2)), "one or two dimensions"),
         (lambda: make_plan(masks.causal(), 0, 4), "seq_len to be an integer of at least 1"),
         (
@@ -234,3 +248,67 @@ def test_a_machine_can_be_measured():
 def test_bad_input_says_what_to_do(call, words):
     with pytest.raises(FlexCPError, match=words):
         call()
+
+
+@pytest.mark.parametrize("other", ["documents", "window"])
+def test_a_million_tokens_of_two_masks_are_even_for_their_sum_on_64_ranks(other):
+    draw, lengths, left = random.Random(7), [], 1 << 20
+    while left:
+        lengths.append(min(left, int(10 ** draw.triangular(1, 6, 3))))
+        left -= lengths[-1]
+    second = masks.document(lengths=lengths) if other == "documents" else masks.sliding_window(4096)
+    both = {"global": masks.causal(), "local": masks.causal() & second}
+    stats = make_plan(both, 1 << 20, 64, schedule="exchange", **HEADS).stats()
+    assert stats.imbalance <= 1.02
+
+
+def test_stats_are_a_mapping():
+    stats = make_plan(masks.causal(), 300, 4).stats()
+    assert "imbalance" in stats
+    assert "snail" not in stats
+    assert list(stats) == list(stats.keys()) == list(asdict(stats))
+    assert len(stats) == len(list(stats))
+    assert dict(stats) == dict(stats.items()) == {**stats} == asdict(stats)
+    assert stats.get("imbalance") == stats["imbalance"] == stats.imbalance
+    assert stats.get("snail", 7) == 7
+    with pytest.raises(KeyError, match="snail"):
+        stats["snail"]
+    with pytest.raises(KeyError, match="keys"):
+        stats["keys"]
+    assert hash(stats) == hash(make_plan(masks.causal(), 300, 4).stats())
+
+
+def test_integers_of_numpy_are_integers():
+    def plan(number, shape):
+        heads = {"num_heads": number(4), "num_kv_heads": number(2), "head_dim": number(8)}
+        size = {"block_size": number(16), "batch": number(2)}
+        return make_plan(masks.causal(), number(300), shape, **heads, **size)
+
+    for shape in ((4,), (2, 2)):
+        ours = plan(int, shape).to_json()
+        theirs = tuple(np.int64(n) for n in shape)
+        assert plan(np.int32, theirs).to_json() == ours
+    assert make_plan(masks.causal(), 300, np.int64(4)).ranks.shape == (4,)
+
+
+def test_blocks_of_one_size_are_needed_for_one_layout():
+    grids = {n: flexcp.build_block_grid(masks.causal(), 512, block_size=n) for n in (32, 64)}
+    with pytest.raises(FlexCPError, match="'a' with blocks of 32, 'b' with blocks of 64"):
+        make_plan({"a": grids[32], "b": grids[64]}, 512, 4)
+    with pytest.raises(FlexCPError, match="'a' with blocks of 32, 'b' with blocks of 128"):
+        make_plan({"a": grids[32], "b": masks.full()}, 512, 4)
+    with pytest.raises(FlexCPError, match="with the same block size"):
+        balanced(list(grids.values()), 4)
+    plan = make_plan({"a": grids[32], "b": masks.full()}, 512, 4, block_size=32)
+    plan.check()
+
+
+def test_blocks_of_plans_are_square():
+    oblong = flexcp.build_block_grid(masks.causal(), 512, block_size=(128, 64))
+    with pytest.raises(FlexCPError, match=r"square blocks.*got block_size=\(128, 64\)"):
+        make_plan(oblong, 512, 4)
+    for size in ((128, 64), (64,), [64, 128]):
+        with pytest.raises(FlexCPError, match=r"square blocks.*pass one number"):
+            make_plan(masks.causal(), 512, 4, block_size=size)
+    pair, number = (make_plan(masks.causal(), 512, 4, block_size=n) for n in ((64, 64), 64))
+    assert pair.to_json() == number.to_json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -47,10 +48,9 @@ class Ranks:
         """
         if isinstance(mesh, Ranks):
             return mesh
-        if isinstance(mesh, int) and not isinstance(mesh, bool):
-            return cls(_require_shape((mesh,)))
-        if isinstance(mesh, tuple) and all(isinstance(n, int) for n in mesh):
-            return cls(_require_shape(mesh))
+        sizes = _as_sizes(mesh if isinstance(mesh, tuple) else (mesh,))
+        if sizes is not None:
+            return cls(_require_shape(sizes))
         shape, coordinate = getattr(mesh, "shape", None), getattr(mesh, "get_coordinate", None)
         if shape is None or not callable(coordinate):
             raise FlexCPError(
@@ -70,6 +70,16 @@ class Ranks:
         for at, n in zip(place, sizes, strict=True):
             rank = rank * n + int(at)
         return cls(sizes, rank, getattr(mesh, "transport", None), mesh)
+
+
+def _as_sizes(given: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Python's and numpy's integers as integers; None if there is anything else."""
+    if any(isinstance(n, bool) for n in given):
+        return None
+    try:
+        return tuple(operator.index(n) for n in given)
+    except TypeError:
+        return None
 
 
 def _require_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from flexcp.plan.problem import LAYOUTS, Problem
 from flexcp.plan.shape import AttentionShape
 from flexcp.schedule import SCHEDULES
 from flexcp.schedule.heads import require_heads
+from flexcp.whole import whole_number
 
 DEFAULT_MACHINE = "h100-ib"
 """What plans are priced for unless a machine is given."""
@@ -56,7 +57,7 @@ def make_plan(
             a Layout.
         schedule: "auto", "exchange", "ring", "allgather", "ulysses" or "hybrid". "auto" is the
             cheapest by prediction; "hybrid" needs a mesh of two dimensions.
-        block_size: Tokens of a block: the granularity at which masks are analysed.
+        block_size: Tokens of a square block: the granularity at which masks are analysed.
         num_heads: Query heads.
         num_kv_heads: Key-value heads; as many as query heads if not given.
         head_dim: Elements of a head.
@@ -73,13 +74,18 @@ def make_plan(
     """
     ranks = Ranks.of(mesh)
     _require_names(layout, schedule)
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    seq_len, batch, head_dim, num_heads, num_kv_heads = (
+        whole_number(name, value, at_least=1, fix=f"pass {name}=1 or more")
+        for name, value in (
+            ("seq_len", seq_len),
+            ("batch", batch),
+            ("head_dim", head_dim),
+            ("num_heads", num_heads),
+            ("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads),
+        )
+    )
     require_heads(num_heads, num_kv_heads)
-    for name, value in (("head_dim", head_dim), ("batch", batch), ("seq_len", seq_len)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise FlexCPError(
-                f"{name} to be an integer of at least 1", repr(value), f"pass {name}=1 or more"
-            )
+    block_size = _require_square(block_size)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise FlexCPError(
             "dtype to be a floating-point type of torch",
@@ -109,17 +115,44 @@ def _grids(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> d
     masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
     if not masks:
         raise FlexCPError("at least one mask", "an empty dict", "pass a mask, or a dict of masks")
-    return {name: _merged(_grid(m, seq_len, block_size, shape)) for name, m in masks.items()}
+    grids = {name: _merged(_grid(m, seq_len, block_size, shape)) for name, m in masks.items()}
+    _require_alike(grids)
+    return grids
+
+
+def _require_square(block_size: object) -> int:
+    """Tokens of a block, if it has as many queries as keys."""
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(pair) != 2 or pair[0] != pair[1]:
+        raise FlexCPError(
+            "square blocks, since rows and keys of a plan are cut alike",
+            f"block_size={block_size!r}",
+            "pass one number, such as block_size=128",
+        )
+    return whole_number("block_size", pair[0], at_least=1, fix="pass block_size=128")
+
+
+def _require_alike(grids: Mapping[str, BlockGrid]) -> None:
+    """One layout can only be even for the sum of masks that are cut alike."""
+    sizes = {grid.block_size[0] for grid in grids.values()}
+    if len(sizes) > 1:
+        raise FlexCPError(
+            "masks with the same block size, since they share one layout",
+            ", ".join(f"{name!r} with blocks of {g.block_size[0]}" for name, g in grids.items()),
+            "build all block grids with the same block_size, and pass it to make_plan if some of "
+            "the masks are not block grids",
+        )
 
 
 def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> BlockGrid:
     if isinstance(mask, BlockGrid):
         wanted = (seq_len, seq_len, shape.batch, shape.num_heads)
         got = (mask.q_len, mask.kv_len, mask.batch, mask.heads)
-        if got[:2] != wanted[:2] or mask.block_size[0] != mask.block_size[1]:
+        _require_square(mask.block_size)
+        if got[:2] != wanted[:2]:
             raise FlexCPError(
-                f"a block grid of {seq_len} x {seq_len} tokens with square blocks",
-                f"one of {mask.q_len} x {mask.kv_len} tokens, blocks of {mask.block_size}",
+                f"a block grid of {seq_len} x {seq_len} tokens",
+                f"one of {mask.q_len} x {mask.kv_len} tokens",
                 "build it for the sequence length that is planned for",
             )
         if any(g not in (1, w) for g, w in zip(got[2:], wanted[2:], strict=True)):
