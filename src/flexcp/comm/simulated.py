@@ -84,7 +84,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.bytes_received = [0] * self.size
-        self._turn = threading.Condition()
+        self._lock = threading.Lock()
+        # One for each rank: a turn wakes only the thread whose turn it is.
+        self._turns = [threading.Condition(self._lock) for _ in range(self.size)]
         self._running = 0
         self._waiting: dict[int, _Waiting] = {}
         self._done: set[int] = set()
@@ -123,14 +125,14 @@ class World:
         """Lets others run until `ready`."""
         if ready():
             return
-        with self._turn:
+        with self._lock:
             self._waiting[rank] = _Waiting(ready, reason)
             self._hand_over(rank)
         self._wait_for_turn(rank)
 
     def _wait_for_turn(self, rank: int) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._running == rank or self._error is not None)
+        with self._lock:
+            self._turns[rank].wait_for(lambda: self._running == rank or self._error is not None)
             if self._error is not None:
                 raise _Stopped
             self._waiting.pop(rank, None)
@@ -144,11 +146,10 @@ class World:
             waiting = self._waiting.get(other)
             if waiting is None or waiting.ready():
                 self._running = other
-                self._turn.notify_all()
+                self._turns[other].notify()
                 return
         if len(self._done) < self.size:
-            self._error = self._error or self._deadlock()
-        self._turn.notify_all()
+            self._end(self._deadlock())
 
     def _deadlock(self) -> FlexCPError:
         stuck = [f"rank {r} waits for {w.reason}" for r, w in sorted(self._waiting.items())]
@@ -160,14 +161,18 @@ class World:
         )
 
     def _fail(self, failure: RankError, cause: BaseException) -> None:
-        with self._turn:
-            if self._error is None:
-                failure.__cause__ = cause
-                self._error = failure
-            self._turn.notify_all()
+        with self._lock:
+            failure.__cause__ = cause
+            self._end(failure)
+
+    def _end(self, error: BaseException) -> None:
+        """Wakes everybody to stop, for the first error that there is; called with the lock held."""
+        self._error = self._error or error
+        for turn in self._turns:
+            turn.notify()
 
     def _leave(self, rank: int) -> None:
-        with self._turn:
+        with self._lock:
             self._done.add(rank)
             self._waiting.pop(rank, None)
             if self._error is None and self._running == rank:
