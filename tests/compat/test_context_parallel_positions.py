@@ -39,7 +39,7 @@ class _Attention(nn.Module):
 
     def forward(self, query, key, value, score_mod, block_mask=None):
         def wrapped(score, b, h, q, kv):
-            return score_mod(score, b, h, q, kv) - 0.05 * (q % 7)
+            return score_mod(score, b, h, q, kv) - 0.05 * (kv % 7) * (q % 3)
 
         mask = self.mask if block_mask is None else block_mask
         mod = wrapped if self.wraps else score_mod
@@ -121,17 +121,18 @@ def test_a_score_mod_that_is_an_argument_is_translated_once(held, wraps):
     assert all(is_close(found, wanted) for found in spawn(rank, RANKS))
 
 
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("held", [False, True], ids=["argument", "held"])
-def test_a_score_mod_that_is_an_argument_is_translated_once_in_a_compiled_module(held):
+def test_a_score_mod_that_is_an_argument_is_translated_once_in_a_compiled_module(held, wraps):
     tensors = qkvg(LENGTH)
 
     def rank(mesh):
         def call(x, mask):
-            module = _parallel(_Attention(mask if held else None), mesh)
+            module = _parallel(_Attention(mask if held else None, wraps=wraps), mesh)
             compiled = torch.compile(module, backend="aot_eager")
             return compiled(*x, _alibi) if held else compiled(*x, _alibi, mask)
 
         return _sharded(mesh, tensors, call)
 
-    wanted = _one_process(tensors)
+    wanted = _one_process(tensors, wraps=wraps)
     assert all(is_close(found, wanted) for found in spawn(rank, 2))

@@ -83,7 +83,8 @@ class Group:
         if contexts:
             return contexts[0]
         # What was sharded last is what is meant, unless shards of another layout are in use too.
-        found = _only([*fitting(self.sharded)[-1:], *fitting(self.shards.values())])
+        in_use = {id(x): x for x in self.shards.values()}.values()
+        found = _only([*fitting(self.sharded)[-1:], *fitting(in_use)])
         if found is not None:
             return found
         seq_len = int(counts.sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.compiled import compiled_attention
 from flexcp.runtime.overridable import overridable
 from flexcp.runtime.planning import MaskLike, as_grid, prepare
-from flexcp.runtime.positions import on_global_positions, positions_of, sees_positions
+from flexcp.runtime.positions import Tracing, looking_up, on_global_positions, positions_of
 from flexcp.runtime.traced import traced_attention
 
 
@@ -81,9 +81,9 @@ def flex_attention(
         )
     if sinks is not None:
         check_sinks(sinks, query)
-    positions = positions_of(block_mask)
-    if score_mod is not None and positions is not None and not sees_positions(score_mod):
-        score_mod = on_global_positions(score_mod, *(x.to(query.device) for x in positions))
+    positions = None if score_mod is None else positions_of(block_mask)
+    if positions is not None:
+        positions = (positions[0].to(query.device), positions[1].to(query.device))
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -100,7 +100,9 @@ def flex_attention(
             query, key, value, block_mask, scale, sinks, wants_max, kernel
         )
     elif torch.compiler.is_compiling() and score_mod is not None:
-        out, lse, highest = traced_attention(query, key, value, score_mod, block_mask, scale, sinks)
+        mod = _translated(score_mod, positions, looking_up)
+        arguments = (query, key, value, mod, block_mask, scale, sinks)
+        out, lse, highest = _traced(positions, traced_attention, *arguments)
     else:
         choice = choose(
             query,
@@ -112,13 +114,15 @@ def flex_attention(
         )
         if choice.kernel == "flex":
             grid = None if block_mask is None else as_grid(block_mask, query, key)
-            out, lse, most = flex_forward(
+            out, lse, most = _traced(
+                positions,
+                flex_forward,
                 query,
                 key,
                 value,
                 grid,
                 scale=scale,
-                score_mod=score_mod,
+                score_mod=_translated(score_mod, positions, looking_up),
                 sinks=sinks,
                 max_scores=wants_max,
                 options={k: v for k, v in (kernel_options or {}).items() if k != "kernel"},
@@ -126,12 +130,34 @@ def flex_attention(
             highest = query.new_empty(0) if most is None else most
         else:
             prepared = prepare(block_mask, query, key)
+            mod = _translated(score_mod, positions, on_global_positions)
             out, lse, highest = _run(
-                choice, prepared, query, key, value, score_mod, scale, sinks, wants_max
+                choice, prepared, query, key, value, mod, scale, sinks, wants_max
             )
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, highest if wants_max else None)
     return (out, lse) if return_lse else out
+
+
+def _translated(
+    score_mod: ScoreFunction | None,
+    positions: tuple[Tensor, Tensor] | None,
+    translate: Callable[[ScoreFunction, Tensor, Tensor], ScoreFunction],
+) -> ScoreFunction | None:
+    if score_mod is None or positions is None:
+        return score_mod
+    return translate(score_mod, *positions)
+
+
+def _traced(positions: object, attend: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Attention that is compiled, in which score_mod is translated already if it has to be."""
+    if positions is None:
+        return attend(*arguments, **options)
+    before, Tracing.translated = Tracing.translated, True
+    try:
+        return attend(*arguments, **options)
+    finally:
+        Tracing.translated = before
 
 
 def _run(

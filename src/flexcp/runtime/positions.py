@@ -14,6 +14,12 @@ _translated: ContextVar[bool] = ContextVar("flexcp_positions_are_global", defaul
 """Whether the indices that a score function is being called with are global already."""
 
 
+class Tracing:
+    """The same for what is being compiled: a compiler can't follow a ContextVar."""
+
+    translated = False
+
+
 def keep_positions(block_mask: BlockMask, q_at: Tensor, kv_at: Tensor) -> None:
     """Notes which positions the rows and columns of a BlockMask are: [L], or [B, L].
 
@@ -30,17 +36,8 @@ def positions_of(block_mask: object) -> tuple[Tensor, Tensor] | None:
     return found
 
 
-def sees_positions(score_mod: ScoreFunction) -> bool:
-    """Whether a score_mod is one that `on_global_positions` has made."""
-    return getattr(score_mod, "_flexcp_sees_positions", False)
-
-
-def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -> ScoreFunction:
-    """A score_mod that is called with rows and columns, and sees positions.
-
-    Where a module wraps one in a function of its own, which is then translated too, the outermost
-    translates for all.
-    """
+def looking_up(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -> ScoreFunction:
+    """A score_mod that is called with rows and columns, and looks up positions."""
     if q_at.shape[-1] == 0:  # a rank without queries has no position to look up
         return score_mod
 
@@ -49,8 +46,21 @@ def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -
             return score_mod(score, b, h, q_at[b, q], kv_at[b, kv])
         return score_mod(score, b, h, q_at[q], kv_at[kv])
 
+    return look_up
+
+
+def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -> ScoreFunction:
+    """A score_mod that is called with rows and columns, and sees positions.
+
+    Where one of these is called by another, as when a module wraps it in a function of its own
+    which is then translated too, the outermost translates for all.
+    """
+    look_up = looking_up(score_mod, q_at, kv_at)
+
     def seen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # a graph can't hold the switch
+        if Tracing.translated:
+            return score_mod(score, b, h, q, kv)
+        if torch.compiler.is_compiling():
             return look_up(score, b, h, q, kv)
         if _translated.get():
             return score_mod(score, b, h, q, kv)
@@ -60,5 +70,4 @@ def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -
         finally:
             _translated.reset(token)
 
-    seen._flexcp_sees_positions = True  # type: ignore[attr-defined]
     return seen
