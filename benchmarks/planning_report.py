@@ -7,6 +7,8 @@ from typing import Any
 
 from flexcp.plan import PRESETS
 
+SHOWN = "h100-ib"
+"""The machine whose plans are drawn, and of which imbalance and received bytes are told."""
 Rows = list[dict[str, Any]]
 """What was found out, a dict for each line."""
 
@@ -42,6 +44,7 @@ def print_targets(rows: Rows) -> None:
 
 
 def print_cells(rows: Rows) -> None:
+    """Predicted times; "received" are bytes, Q and outputs included, of those of an all-gather."""
     print(
         f"\n{'mask':22} {'tokens':>6} {'ranks':>5} {'machine':12} {'flexcp ms':>10}  "
         "others relative to flexcp (below 1 would be better)"
@@ -56,7 +59,10 @@ def print_cells(rows: Rows) -> None:
                 f"{r['mask']:22} {r['tokens'] >> 10:5}K {r['ranks']:5} {machine.name:12} "
                 f"{ours * 1e3:10.3f}  {ratios}{mark}"
             )
-        print(f"{'':22} planning {r['planning']:.2f} s; {r['chosen']['h100-ib']}")
+        print(f"{'':22} {SHOWN}: {r['chosen'][SHOWN]}; planning {r['planning']:.2f} s at most")
+        for what in ("imbalance", "received"):
+            each = ", ".join(f"{n} {o[what]:.3f}" for n, o in r["others"].items())
+            print(f"{'':22} {what}: flexcp {r['ours'][what]:.3f}, {each}")
 
 
 def draw(rows: Rows, path: Path) -> None:
@@ -66,7 +72,6 @@ def draw(rows: Rows, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    machine = "h100-ib"
     masks = list(dict.fromkeys(r["mask"] for r in rows))
     cells = list(dict.fromkeys((r["tokens"], r["ranks"]) for r in rows))
     names = list(dict.fromkeys(name for r in rows for name in r["others"]))
@@ -77,7 +82,7 @@ def draw(rows: Rows, path: Path) -> None:
         own = {(r["tokens"], r["ranks"]): r for r in rows if r["mask"] == mask}
         for name, marker in zip(names, "osD^vP*X<>", strict=False):
             values = [
-                own[c]["others"].get(name, {}).get(machine, float("nan")) / own[c]["ours"][machine]
+                own[c]["others"].get(name, {}).get(SHOWN, float("nan")) / own[c]["ours"][SHOWN]
                 for c in cells
             ]
             panel.plot(range(len(cells)), values, marker=marker, linewidth=0.8, label=name)
@@ -91,6 +96,6 @@ def draw(rows: Rows, path: Path) -> None:
     for panel in panels[len(masks) :]:
         panel.axis("off")
     panels[len(masks)].legend(handles, found, loc="center", fontsize=9, frameon=False)
-    figure.suptitle(f"Predicted time on {machine} by tokens and ranks, flexcp's plan = 1")
+    figure.suptitle(f"Predicted time on {SHOWN} by tokens and ranks, flexcp's plan = 1")
     figure.tight_layout()
     figure.savefig(path, dpi=90)

@@ -48,7 +48,7 @@ def test_a_rank_that_is_killed_makes_the_others_raise_and_name_it(when):
         testing.spawn(lambda mesh: run(mesh, **{when: die}), 3, timeout=20)
     others = {r: str(e) for r, e in caught.value.failures.items() if r != 1}
     assert sorted(others) == [0, 2]
-    where = "all_gather" if when == "before" else "round 1 of the backward of attention"
+    where = "round 0" if when == "before" else "round 1 of the backward of attention"
     for text in others.values():
         assert "no answer on rank" in text
         assert where in text
@@ -91,6 +91,73 @@ def test_ranks_whose_calls_differ_are_told_what_differs_before_data_moves(
 ):
     with pytest.raises(RankError, match=f"same call of attention, got .*{message}"):
         start(lambda mesh: run(mesh, **differently(mesh.get_rank())), 3)
+
+
+def caught_by_all(rank, ranks=3):
+    """What every rank raises, in real processes; each goes on to the end."""
+
+    def run(mesh):
+        try:
+            rank(mesh)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return testing.spawn(run, ranks, timeout=20)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda q, k, v: (q[:, :, :-1], k, v),
+        lambda q, k, v: (q, k[..., :4], v),
+        lambda q, k, v: (q, k.double(), v),
+        lambda q, k, v: (q[:, :1], k[:, :1], v[:, :1]),
+    ],
+    ids=["rows", "head dim", "dtype", "heads"],
+)
+def test_a_call_that_one_rank_refuses_is_refused_by_all_and_they_name_it(spoil, schedule):
+    def rank(mesh):
+        plan = flexcp.make_plan(CAUSAL, 60, mesh, schedule=schedule, num_heads=2, head_dim=8)
+        local = [plan.shard(X, 2) for _ in range(3)]
+        flexcp.attention(*(spoil(*local) if mesh.get_rank() == 1 else local), plan)
+
+    for found in caught_by_all(rank)[::2]:
+        assert "all ranks to make the same call of attention" in found
+        assert "rank 1 can't" in found or "on ranks [1]" in found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda x: x.double(), r"type: torch.float32 on ranks [0, 2]; torch.float64 on ranks [1]"),
+        (lambda x: x[:, :1], "shape: 1, 2, rows, 8 on ranks [0, 2]; 1, 1, rows, 8 on ranks [1]"),
+        (lambda x: x[:, :, 1:], "rank 1 can't: expected 20 rows along dim 2"),
+    ],
+    ids=["dtype", "heads", "rows"],
+)
+def test_tensors_that_differ_are_not_unsharded(spoil, message):
+    def rank(mesh):
+        plan = flexcp.make_plan(CAUSAL, 60, mesh, layout="contiguous")
+        local = plan.shard(X, 2)
+        plan.unshard(spoil(local) if mesh.get_rank() == 1 else local, 2)
+
+    for found in caught_by_all(rank)[::2]:
+        assert "all ranks to unshard the same" in found
+        assert message in found
+
+
+def test_a_call_after_a_refused_one_runs():
+    def rank(mesh):
+        plan = flexcp.make_plan(CAUSAL, 60, mesh, schedule="ring", num_heads=2, head_dim=8)
+        local = plan.shard(X, 2)
+        with pytest.raises(flexcp.FlexCPError):
+            flexcp.attention(local[:, :, 1:], local, local, plan)
+        return plan.unshard(flexcp.attention(local, local, local, plan), 2)
+
+    for found in testing.spawn(rank, 3, timeout=20):
+        torch.testing.assert_close(found, flexcp.flex_attention(X, X, X, block_mask=CAUSAL))
 
 
 def test_the_process_group_can_be_destroyed_after_a_fault():

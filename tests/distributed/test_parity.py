@@ -262,24 +262,26 @@ def test_one_plan_serves_several_masks_by_name():
         torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("schedule", ["exchange", "ring", "allgather", "ulysses"])
-def test_the_bytes_that_a_plan_promises_are_the_bytes_that_come(schedule):
-    x = torch.randn(2, 4, 203, 8)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("schedule", ["exchange", "ring", "allgather", "ulysses", "hybrid"])
+def test_the_bytes_that_a_plan_promises_are_the_bytes_that_come(schedule, dtype):
+    q, k = torch.randn(2, 4, 203, 8, dtype=dtype), torch.randn(2, 2, 203, 8, dtype=dtype)
+    ranks = (3, 2) if schedule == "hybrid" else (3,)
 
     def rank(mesh):
         plan = flexcp.make_plan(
-            masks.causal(), 203, mesh, schedule=schedule, num_heads=4, head_dim=8,
-            dtype=torch.float32, batch=2,
+            masks.causal(), 203, mesh, schedule=schedule, num_heads=4, num_kv_heads=2, head_dim=8,
+            dtype=dtype, batch=2,
         )  # fmt: skip
-        local = [plan.shard(x, 2).requires_grad_() for _ in range(3)]
+        local = [plan.shard(x, 2).requires_grad_() for x in (q, k, k)]
         world, me = mesh.transport.world, mesh.get_rank()
         out = flexcp.attention(*local, plan)
         out.sum().backward()
         return world.bytes_received[me], plan.stats()
 
-    results = testing.simulate(rank, 3)
+    results = testing.simulate(rank, ranks)
     stats = results[0][1]
     for me, (received, _) in enumerate(results):
         promised = stats.bytes_received_per_rank[me] + stats.backward_bytes_received_per_rank[me]
         # What is compared before data moves is a digest from every other rank.
-        assert received - promised == 2 * 16
+        assert received - promised == 16 * (len(results) - 1)

@@ -17,6 +17,7 @@ from flexcp.layout import balanced, contiguous
 from flexcp.plan import PRESETS, Machine, make_plan
 
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+WINDOW = masks.causal() & masks.sliding_window(500)
 
 
 def test_a_full_mask_on_many_ranks_shares_heads_and_sequence():
@@ -32,7 +33,7 @@ def test_a_full_mask_on_many_ranks_shares_heads_and_sequence():
     "mask",
     [
         masks.causal(),
-        masks.causal() & masks.sliding_window(500),
+        WINDOW,
         masks.prefix_lm(5000),
         masks.causal() & masks.sliding_window(500) | masks.global_tokens(200),
         masks.causal() & masks.document(lengths=[7000, 3000, 5000, 1384]),
@@ -45,9 +46,25 @@ def test_auto_is_no_dearer_than_any_explicit_choice(machine, mask):
         return plan.stats().predicted_seconds
 
     auto = seconds()
+    # A halo exchange is not given up for less than 2 %.
+    tolerance = 1.02 if mask.name == WINDOW.name else 1 + 1e-9
     for layout in ("contiguous", "head_tail", "striped", "ptrr", "balanced"):
         for schedule in ("exchange", "ring", "allgather", "ulysses"):
-            assert auto <= seconds(layout=layout, schedule=schedule) * (1 + 1e-9)
+            assert auto <= seconds(layout=layout, schedule=schedule) * tolerance
+
+
+@pytest.mark.parametrize("machine", PRESETS, ids=lambda m: m.name)
+@pytest.mark.parametrize("ranks", [4, 8, 32])
+def test_locality_is_not_given_up_for_little(machine, ranks):
+    """A window stays a halo exchange, and a causal mask receives what exact zigzag needs."""
+    length, window = 1 << 16, 1024
+
+    def received(mask):
+        stats = make_plan(mask, length, ranks, machine=machine).stats()
+        return torch.tensor(stats.tokens_received_per_rank, dtype=torch.float64)
+
+    assert received(masks.causal() & masks.sliding_window(window)).max() <= 1.25 * window
+    assert received(masks.causal()).mean() <= 0.76 * length * (ranks - 1) / ranks
 
 
 def test_bytes_are_counted_from_unrepeated_kv_heads_type_and_batch():

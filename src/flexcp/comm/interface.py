@@ -70,6 +70,14 @@ class Transport(Protocol):
         """Bytes of all ranks, by rank; all give as many."""
         ...
 
+    def refuse(self, why: str) -> None:
+        """Tells the ranks that compare next that this one can't do what they do; does not wait."""
+        ...
+
+    def refusals(self, ranks: Sequence[int]) -> list[str]:
+        """Why these ranks refused, after their bytes were `flexcp.plan.agree.REFUSED`."""
+        ...
+
     def all_agree(self, text: str) -> list[str]:
         """The texts of all ranks, by rank: to find out who differs before data moves."""
         ...

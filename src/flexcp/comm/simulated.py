@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexcp.comm.collectives import PairwiseCollectives
+from flexcp.comm.interface import Pending
 from flexcp.errors import FlexCPError
 
 
@@ -220,6 +221,7 @@ class SimulatedTransport(PairwiseCollectives):
     world: World
     rank: int
     _calls: dict[str, int] = field(default_factory=dict)
+    _notes: list[Pending] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexcp.comm.collectives import PairwiseCollectives
 from flexcp.comm.faults import gone_ranks, names_of
+from flexcp.comm.interface import Pending
 from flexcp.errors import FlexCPError
 
 
@@ -51,9 +52,11 @@ class ProcessTransport(PairwiseCollectives):
     """Global rank of each rank of the mesh, row by row."""
     rank: int
     """This rank."""
+    moment: ClassVar[float] = 0.5
     bytes_received: int = 0
     """What has come so far."""
     _calls: dict[str, int] = field(default_factory=dict)
+    _notes: list[Pending] = field(default_factory=list)
 
     @classmethod
     def of_mesh(cls, mesh: Any) -> ProcessTransport:

@@ -118,6 +118,14 @@ class CollectiveTransport:
         """Bytes of all ranks, by rank."""
         return self.pairs.all_bytes(mine)
 
+    def refuse(self, why: str) -> None:
+        """Tells the ranks that compare next that this one can't do what they do."""
+        self.pairs.refuse(why)
+
+    def refusals(self, ranks: Sequence[int]) -> list[str]:
+        """Why these ranks refused."""
+        return self.pairs.refusals(ranks)
+
     def all_agree(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
         return self.pairs.all_agree(text)

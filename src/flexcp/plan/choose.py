@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, area_per_rank, dealt
 from flexcp.layout.fill import fold
@@ -37,7 +39,8 @@ _MORE_ROWS = 1.1
 """Where heads are not shared and rows come from other nodes, no layout is tried by which ranks
 receive so many times more."""
 _HARDLY_MORE = 1.02
-"""What a schedule that fetches rows again in backward may cost, relative to one that keeps them."""
+"""What a halo exchange, or a schedule that fetches rows again in backward rather than keep them,
+may cost more."""
 _EVEN = 1.015
 """Groups of ranks that are as even as this keep the layout that was made for the ranks."""
 
@@ -115,17 +118,38 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         found.extend(_options(problem, ready, inner, schedule))
     if layout == "auto" and problem.ranks.size > 1 and chosen.lanes == 1:
         tried = [n for n in dict.fromkeys((inner, 1)) if n in splits]
-        for other in _other_layouts(problem, ready):
-            prepared = Prepared.of(problem, other, schedule)
-            for split in tried:
-                if not _cannot_win(problem, found, prepared, split):
-                    found.extend(_options(problem, prepared, split, schedule))
+        if ready.asks_for(_DENSE):
+            found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
+        less_local = _priced(problem, _folded(problem, ready), tried, found, schedule)
         for split in tried:
             groups = _blocks_dealt_to_groups(problem, ready, split, found)
             if groups is not None:
                 prepared = Prepared.of(problem, split_groups(groups, split), schedule, split)
-                found.extend(_options(problem, prepared, split, schedule, few=True))
+                less_local.extend(_options(problem, prepared, split, schedule, few=True))
+        if _is_plain(ready.layout):  # a halo exchange, say: it stays one unless much is gained
+            best = min(c.seconds for c in found)
+            less_local = [c for c in less_local if c.seconds * _HARDLY_MORE < best]
+        found.extend(less_local)
     return _modest_first(sorted(found, key=lambda c: c.seconds))
+
+
+def _priced(
+    problem: Problem,
+    layout: Layout | None,
+    splits: Sequence[int],
+    found: Sequence[Candidate],
+    schedule: str,
+) -> list[Candidate]:
+    """The candidates of another layout, if there is one, with all splits that may be cheaper."""
+    if layout is None:
+        return []
+    prepared = Prepared.of(problem, layout, schedule)
+    return [
+        candidate
+        for inner in splits
+        if not _cannot_win(problem, found, prepared, inner)
+        for candidate in _options(problem, prepared, inner, schedule)
+    ]
 
 
 def _modest_first(found: list[Candidate]) -> list[Candidate]:
@@ -136,15 +160,16 @@ def _modest_first(found: list[Candidate]) -> list[Candidate]:
     return [found[first], *found[:first], *found[first + 1 :]]
 
 
-def _other_layouts(problem: Problem, ready: Prepared) -> Iterator[Layout]:
-    """Layouts that may be cheaper than the balanced one, for what it gains by its locality."""
-    plain = ready.layout.rank.numel() == ready.layout.ranks
-    if plain and ready.is_uneven(1, _FLAT):
-        yield fold(Work.of(list(problem.grids.values())), problem.ranks.size)
-    if ready.asks_for(_DENSE):
-        other = _chunks_dealt_to_ranks(problem)
-        if other is not None:
-            yield other
+def _folded(problem: Problem, ready: Prepared) -> Layout | None:
+    """Perfectly even, where the balanced layout is in plain order and a little uneven."""
+    if not _is_plain(ready.layout) or not ready.is_uneven(1, _FLAT):
+        return None
+    return fold(Work.of(list(problem.grids.values())), problem.ranks.size)
+
+
+def _is_plain(layout: Layout) -> bool:
+    """Whether every rank has one stretch."""
+    return layout.rank.numel() <= layout.ranks
 
 
 def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
@@ -181,11 +206,13 @@ def _blocks_dealt_to_groups(
     layout = named_layout("ptrr", problem, groups)
     if int(layout.counts.max()) * groups > _EVEN * problem.seq_len:
         return None  # too few blocks
-    received = float(rows_in_tiles(list(problem.grids.values()), layout).max())
-    least = max((float(n.received.max()) for n in ready.needs.values()), default=received)
-    if inner == 1 and ranks > machine.ranks_per_node and received > _MORE_ROWS * least:
-        return None
-    rows = received - min(machine.ranks_per_node, ranks) / ranks * problem.seq_len
+    received = rows_in_tiles(list(problem.grids.values()), layout).double()
+    if inner == 1 and ranks > machine.ranks_per_node and ready.needs:
+        least = [needs.received.double() for needs in ready.needs.values()]
+        for of in (torch.max, torch.sum):
+            if float(of(received)) > _MORE_ROWS * max(float(of(rows)) for rows in least):
+                return None
+    rows = float(received.max()) - min(machine.ranks_per_node, ranks) / ranks * problem.seq_len
     row = shape.kv_bytes(-(-shape.num_kv_heads // inner)) * shape.batch
     wire = _SEEN * max(0.0, rows) * row / machine.inter_bandwidth
     # Rows come in forward; in backward they may be kept, but their gradients leave.

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
+from flexcp.plan.agree import Comparer
 
 
-class Gatherer(Protocol):
+class Gatherer(Comparer, Protocol):
     """The one thing that a plan itself needs a transport for: putting a sequence together."""
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.plan import compiled
+from flexcp.plan.agree import agree
 from flexcp.plan.cost import Cost
 from flexcp.plan.machine import Machine
 from flexcp.plan.mesh import Gatherer, Ranks
@@ -129,7 +130,7 @@ class Plan:
             full: Tensor = compiled.unshard(x, self.compiler_token, *where, self.seq_len)
             return full
         parts = _Gather.apply(  # type: ignore[no-untyped-call]
-            x, dim % x.dim(), self._rank(None), self.ranks.transport, self.layout
+            x, dim % x.dim(), self._rank(None), self.ranks.transport, self.layout, self._layout_text
         )
         return self.layout.restore(parts, dim, batch_dim=batch_dim)
 
@@ -165,6 +166,10 @@ class Plan:
         return self._stats
 
     @cached_property
+    def _layout_text(self) -> str:
+        return self.layout.fingerprint()
+
+    @cached_property
     def _stats(self) -> Stats:
         return make_stats(self.grids, self.schedules, self.costs, self.shape)
 
@@ -196,8 +201,12 @@ class Plan:
 
     def fingerprint(self) -> str:
         """A short text that is equal on all ranks that made the same plan."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         data = {
-            "layout": self.layout.fingerprint(),
+            "layout": self._layout_text,
             "shape": str(asdict(self.shape)),
             "schedules": {
                 n: (s.name, s.inner, len(s.forward.moves)) for n, s in self.schedules.items()
@@ -224,7 +233,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, rank: int, transport: Gatherer, layout: Layout
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        rank: int,
+        transport: Gatherer,
+        layout: Layout,
+        fingerprint: str,
     ) -> tuple[Tensor, ...]:
         ctx.rank = rank
         shapes = []
@@ -233,14 +248,23 @@ class _Gather(torch.autograd.Function):
             shape[dim] = count
             shapes.append(shape)
         if list(x.shape) != shapes[rank]:
-            raise FlexCPError(
+            error = FlexCPError(
                 f"{shapes[rank][dim]} rows along dim {dim}, as rank {rank} owns",
                 f"shape {tuple(x.shape)}",
                 "pass the rows that plan.shard gives this rank",
             )
+            transport.refuse(str(error))
+            raise error
+        sizes = ["rows" if i == dim else str(n) for i, n in enumerate(x.shape)]
+        agree(
+            transport,
+            "unshard the same",
+            {"type": str(x.dtype), "shape": ", ".join(sizes), "layout": fingerprint},
+            "call plan.unshard with the same plan and the same kind of tensor on every rank",
+        )
         parts = transport.all_gather(x.detach().contiguous(), shapes)
         return tuple(x.clone() if r == rank else part for r, part in enumerate(parts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[ctx.rank], None, None, None, None
+        return grads[ctx.rank], None, None, None, None, None

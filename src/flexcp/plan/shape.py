@@ -18,7 +18,7 @@ class AttentionShape:
     head_dim: int
     """Elements of a head."""
     dtype: torch.dtype
-    """Type of Q, K, V and the output; lse is float32."""
+    """Type of Q, K, V and the output; lse is float32, or float64 if that is float64."""
     batch: int
     """Batch elements."""
 
@@ -32,7 +32,7 @@ class AttentionShape:
 
     def out_bytes(self, heads: int) -> int:
         """Output and its lse, likewise."""
-        return self.q_bytes(heads) + 4 * heads
+        return self.q_bytes(heads) + max(4, self.dtype.itemsize) * heads
 
     @property
     def flops_per_pair(self) -> int:

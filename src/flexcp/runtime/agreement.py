@@ -1,22 +1,21 @@
-"""Agreement: before data moves, ranks compare what they are about to do."""
+"""What ranks compare before a call of attention, and how one that can't make it tells others."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from torch import Tensor
 
 from flexcp.comm import Transport
 from flexcp.eager import planning
-from flexcp.errors import FlexCPError
 from flexcp.masks.digest import mask_digest
 from flexcp.plan import Plan
+from flexcp.plan.agree import agree
 
 EXTRAS = "optional arguments"
 """The name of one of the facts."""
-_DIGEST = 16
-"""Bytes that every rank sends to every other before each call."""
 
 
 def facts_of(
@@ -35,29 +34,28 @@ def facts_of(
     }
 
 
-def agree(transport: Transport, facts: Mapping[str, str]) -> None:
-    """Raises on every rank if the ranks' facts differ, saying what differs between whom."""
-    mine = "\n".join(f"{name}={value}" for name, value in facts.items())
-    short = hashlib.sha256(mine.encode()).digest()[:_DIGEST]
-    if len(set(transport.all_bytes(short))) == 1:
-        return
-    every = [
-        dict(line.split("=", 1) for line in text.split("\n")) for text in transport.all_agree(mine)
-    ]
-    differences = []
-    for name in facts:
-        by_value: dict[str, list[int]] = {}
-        for rank, other in enumerate(every):
-            by_value.setdefault(other.get(name, "?"), []).append(rank)
-        if len(by_value) > 1:
-            told = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-            differences.append(f"{name}: {told}")
-    raise FlexCPError(
-        "all ranks to make the same call of attention",
-        " | ".join(differences),
+def agree_on_call(transport: Transport, facts: Mapping[str, str]) -> None:
+    """Raises on every rank if the ranks' calls differ, saying what differs between whom."""
+    agree(
+        transport,
+        "make the same call of attention",
+        facts,
         "make the plan from the same mask and numbers on every rank, pass the same kind of "
         "tensors, and need gradients on all ranks or on none",
     )
+
+
+@contextmanager
+def refusing(plan: Plan) -> Iterator[None]:
+    """Tells the other ranks if this one can't make the call that they make."""
+    try:
+        yield
+    except Exception as error:
+        transport: Any = plan.ranks.transport if isinstance(plan, Plan) else None
+        if transport is not None:
+            with suppress(Exception):  # what went wrong here matters more
+                transport.refuse(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _facts_of_plan(plan: Plan, mask: str) -> Mapping[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from flexcp.errors import FlexCPError
 from flexcp.kernels.score import ScoreFunction
 from flexcp.plan import Plan
+from flexcp.runtime.agreement import refusing
 from flexcp.runtime.autocast import autocast
 from flexcp.runtime.checks import check_sinks, check_tensors
 from flexcp.runtime.executor import Kept
@@ -59,12 +60,9 @@ def attention(
     >>> torch.allclose(simulate(rank, 3)[0], torch.ones(1, 2, 10, 4))
     True
     """
-    q, k, v = autocast(q, k, v)
-    check_tensors(q, k, v, True)
-    if sinks is not None:
-        check_sinks(sinks, q)
-    inputs = [x for x in (q, k, v, sinks) if x is not None]
     if torch.compiler.is_compiling():
+        q, k, v = _checked(q, k, v, sinks)
+        inputs = [x for x in (q, k, v, sinks) if x is not None]
         if score_mod is None:
             out, lse = compiled_parallel_attention(
                 q, k, v, plan, mask, scale, sinks, _gradients(inputs)
@@ -74,11 +72,25 @@ def attention(
                 q, k, v, plan, mask, score_mod, scale, sinks, _gradients([k, v])
             )
         return (out, lse) if return_lse else out
-    call = prepare_call(q, k, v, plan, mask, score_mod, scale, sinks)
+    with refusing(plan):
+        q, k, v = _checked(q, k, v, sinks)
+        call = prepare_call(q, k, v, plan, mask, score_mod, scale, sinks)
+    inputs = [x for x in (q, k, v, sinks) if x is not None]
     captured = () if call.kernel.score_mods[0] is None else call.kernel.score_mods[0].captured
     call.agree(_gradients([*inputs, *captured]))
     out, lse = _ParallelAttention.apply(call, q, k, v, sinks, *captured)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as they are computed with, if they fit together."""
+    q, k, v = autocast(q, k, v)
+    check_tensors(q, k, v, True)
+    if sinks is not None:
+        check_sinks(sinks, q)
+    return q, k, v
 
 
 def _gradients(inputs: list[Tensor]) -> str:

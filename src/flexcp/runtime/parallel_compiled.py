@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexcp.kernels.reference import accumulation_dtype
 from flexcp.plan import Plan
+from flexcp.runtime.agreement import refusing
 from flexcp.runtime.executor import Kept
 from flexcp.runtime.passes import Call, Saved, backward_pass, forward_pass, prepare_call
 from flexcp.tokens import owner_of
@@ -53,7 +54,8 @@ def _call(
 ) -> Call:
     plan = owner_of(token)
     assert isinstance(plan, Plan)
-    return prepare_call(q, k, v, plan, mask, None, scale, sinks)
+    with refusing(plan):
+        return prepare_call(q, k, v, plan, mask, None, scale, sinks)
 
 
 @torch.library.custom_op("flexcp::parallel_attention", mutates_args=())

@@ -17,6 +17,7 @@ from torch import Tensor
 from flexcp.eager import planning
 from flexcp.kernels.score import ScoreFunction
 from flexcp.plan import Plan
+from flexcp.runtime.agreement import refusing
 from flexcp.runtime.executor import run_gather, run_scatter
 from flexcp.runtime.passes import label_of, prepare_call, shifted, transport_of
 from flexcp.runtime.rank_program import RankProgram, Work, rank_program, rows_of_spans
@@ -154,7 +155,8 @@ def _fetched(
     """K and V of all rows that this rank's queries need, side by side."""
     plan = owner_of(token)
     assert isinstance(plan, Plan)
-    call = prepare_call(q, k, v, plan, mask, None, scale, None)
+    with refusing(plan):
+        call = prepare_call(q, k, v, plan, mask, None, scale, None)
     call.agree(gradients, extras)
     fetch = _fetch(plan, mask)
     assert (fetch.rows, fetch.forward.by_element) == (rows, by_element)

@@ -17,7 +17,7 @@ from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
 from flexcp.plan import Plan
-from flexcp.runtime.agreement import EXTRAS, agree, facts_of
+from flexcp.runtime.agreement import EXTRAS, agree_on_call, facts_of
 from flexcp.runtime.executor import Kept, Kernel, run_backward, run_forward
 from flexcp.runtime.rank_program import RankProgram, rank_program
 from flexcp.runtime.swap import Swap
@@ -39,7 +39,7 @@ class Call:
     def agree(self, gradients: str, extras: str | None = None) -> None:
         """Raises on every rank if the ranks' calls differ; comes before any data moves."""
         facts = {**self.facts, "gradients": gradients}
-        agree(self.transport, facts if extras is None else {**facts, EXTRAS: extras})
+        agree_on_call(self.transport, facts if extras is None else {**facts, EXTRAS: extras})
 
     def program(self, direction: Literal["forward", "backward"]) -> RankProgram:
         """This rank's program, worked out once per plan."""
