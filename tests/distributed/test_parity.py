@@ -7,6 +7,7 @@ import torch
 
 import flexcp
 from flexcp import masks, testing
+from flexcp.testing import tolerance
 
 IDS = torch.sort(torch.randint(0, 6, (203,), generator=torch.Generator().manual_seed(1))).values
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -183,7 +184,7 @@ def test_autocast_casts_as_it_does_in_one_process():
         one = flexcp.flex_attention(q, k, v, block_mask=masks.causal())
     whole = testing.simulate(rank, 3)[0]
     assert whole.dtype == one.dtype == torch.bfloat16
-    testing.tolerance.assert_close(whole, one)
+    tolerance.assert_close(whole, one)
 
 
 def test_sixty_four_ranks():
