@@ -208,13 +208,16 @@ def test_real_ranks_agree_under_many_masks_layouts_and_schedules_in_float32(rank
     """All cases in one start of the ranks, each of which compares by itself."""
     cases = [
         {"name": name, "layout": layout, "schedule": schedule, "score_mod": score_mod}
-        for name, score_mod in (("window", None), ("full", None), ("documents", alibi))
-        for layout, schedule in (
-            ("contiguous", "ring"),
-            ("head_tail", "exchange"),
-            ("striped", "allgather"),
-            ("balanced", "ulysses"),
-            ("auto", "auto"),
+        for name, score_mod, layout, schedule in (
+            ("window", None, "contiguous", "ring"),
+            ("window", None, "striped", "allgather"),
+            ("window", None, "auto", "auto"),
+            ("full", None, "head_tail", "exchange"),
+            ("full", None, "balanced", "ulysses"),
+            ("full", None, "auto", "auto"),
+            ("documents", alibi, "per_document", "exchange"),
+            ("documents", alibi, "ptrr", "ring"),
+            ("documents", alibi, "auto", "ulysses"),
         )
     ]
 

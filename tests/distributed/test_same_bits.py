@@ -13,7 +13,7 @@ import flexcp
 from flexcp import masks, testing
 
 LENGTH, HEADS, DIM = 1021, 2, 16
-RUNS, THREADS = 3, 4
+RUNS, THREADS = 2, 4
 MASK = masks.causal() & masks.document(lengths=[600, 421])
 _DRAW = torch.Generator().manual_seed(0)
 FULL = [torch.randn(1, HEADS, LENGTH, DIM, generator=_DRAW) for _ in range(3)]
