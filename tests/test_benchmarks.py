@@ -104,10 +104,9 @@ def test_plans_are_compared_with_the_strategies_of_others(results):
         assert row["mask"] in said
     assert [cell["mask"] for cell in found["cells"]] == ["full", "documents, full", "prefix-LM"]
     for cell in found["cells"]:
-        assert cell["chosen"].keys() == cell["ours"].keys()
-        assert len(cell["ours"]) == 4
+        assert len(cell["chosen"]) == 4
         assert len(cell["others"]) == 8
-        for machine, seconds in cell["ours"].items():
-            assert seconds > 0
+        for machine in cell["chosen"]:
+            assert cell["ours"][machine] > 0
             assert all(other[machine] > 0 for other in cell["others"].values())
     assert (results / "planning.png").stat().st_size > 10_000
