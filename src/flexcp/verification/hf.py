@@ -161,6 +161,7 @@ class Transformers:
 def with_documents(batch: Mapping[str, Any], tokens: Tensor, documents: Tensor) -> dict[str, Any]:
     """A batch whose positions start again in each document, which is how Transformers is told.
 
+    >>> import torch
     >>> ids = torch.tensor([0, 0, 1])
     >>> with_documents({}, torch.zeros(1, 3), ids)["position_ids"]
     tensor([[0, 1, 0]])
