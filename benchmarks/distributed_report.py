@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,14 +101,15 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Speed relative to PyTorch's ring at the greatest length, and memory over lengths."""
+    """Speed relative to PyTorch's ring at the length with most rows, and memory over lengths."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    longest = max(r.tokens for r in rows)
-    chosen = [r for r in rows if r.tokens == longest and r.ranks > 1]
+    timed = Counter(r.tokens for r in rows if r.of_torch)
+    shown = max(timed or [0], key=lambda tokens: (timed[tokens], tokens))
+    chosen = [r for r in rows if r.tokens == shown and r.of_torch]
     groups = sorted({(r.mask, r.ranks) for r in chosen}, key=lambda g: (g[1], MASKS.index(g[0])))
     who = list(dict.fromkeys(r.who for r in chosen))
     figure, axes = plt.subplots(1, 2, figsize=(14, 4.6), width_ratios=(3, 2))
@@ -121,7 +123,7 @@ def plot(rows: list[Row], path: Path) -> None:
     axes[0].yaxis.set_major_formatter("{x:g}")
     axes[0].yaxis.set_minor_formatter("{x:g}")
     axes[0].set_xticks(range(len(groups)), [f"{m}\n{n} ranks" for m, n in groups])
-    axes[0].set_title(f"{longest} tokens, forward and backward: speed, PyTorch's ring = 1")
+    axes[0].set_title(f"{shown} tokens, forward and backward: speed, PyTorch's ring = 1")
     axes[0].legend(fontsize=7, ncols=2)
     most = max(r.ranks for r in rows)
     for one in (ALONE, *who):
