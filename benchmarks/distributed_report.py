@@ -122,9 +122,11 @@ def plot(rows: list[Row], path: Path) -> None:
     axes[0].set_yscale("log")
     axes[0].yaxis.set_major_formatter("{x:g}")
     axes[0].yaxis.set_minor_formatter("{x:g}")
-    axes[0].set_xticks(range(len(groups)), [f"{m}\n{n} ranks" for m, n in groups])
+    labels = [f"{mask}\n{ranks} ranks" for mask, ranks in groups]
+    axes[0].set_xticks(range(len(groups)), labels, fontsize=8)
+    axes[0].set_ylim(top=2 * max((r.of_torch or 1 for r in chosen), default=1))  # for the legend
     axes[0].set_title(f"{shown} tokens, forward and backward: speed, PyTorch's ring = 1")
-    axes[0].legend(fontsize=7, ncols=2)
+    axes[0].legend(fontsize=7, ncols=4, loc="upper center")
     most = max(r.ranks for r in rows)
     for one in (ALONE, *who):
         points = sorted(
