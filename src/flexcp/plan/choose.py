@@ -23,7 +23,7 @@ _DENSE = 0.2
 
 _CHUNKS, _MOST_LINES = 8, 1 << 21
 """Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
-_MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 20, 1 << 17
+_MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 15, 1 << 17
 """The same for single blocks: how many, times groups; and under masks by which all need all."""
 _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
