@@ -72,7 +72,7 @@ class PairwiseCollectives(ABC):
 
     def all_agree(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
-        mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        mine = self._as_tensor(text.encode())
         size = torch.tensor([mine.numel()], device=self.device)
         sizes = self.all_gather(size, [[1]] * self.world_size)
         parts = self.all_gather(mine, [[int(n)] for n in sizes])

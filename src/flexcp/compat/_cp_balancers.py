@@ -100,8 +100,7 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
     def _order(self, lengths: Sequence[int]) -> Tensor:
         ranks = self.world_size
         counts = shard_sizes(sum(lengths), ranks)
-        layout = per_document_head_tail([n for n in lengths if n], ranks, counts=counts)
-        return torch.cat([layout.positions(rank) for rank in range(ranks)])
+        return per_document_head_tail([n for n in lengths if n], ranks, counts=counts).order
 
 
 class _PTRRLoadBalancer(_LoadBalancer):
@@ -148,8 +147,7 @@ class _PTRRLoadBalancer(_LoadBalancer):
                 owner[blocks] = rank
             # Where blocks don't come out even, tokens move: shards are cut by these counts.
             owner, cost = (x.repeat_interleave(size)[:length] for x in (owner, times))
-            layout = levelled("ptrr", owner, counts, cost=cost)
-            orders.append(torch.cat([layout.positions(r) for r in range(layout.ranks)]))
+            orders.append(levelled("ptrr", owner, counts, cost=cost).order)
         order = torch.stack(orders)
         return (torch.argsort(order, dim=1) if restore else order).to(device)
 

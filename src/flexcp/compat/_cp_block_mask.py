@@ -24,7 +24,7 @@ def shard_block_mask(
     """
     device = block_mask.kv_num_blocks.device
     q_at = q_layout.positions(rank).to(device)
-    kv_at = torch.cat([kv_layout.positions(r) for r in range(kv_layout.ranks)], dim=-1).to(device)
+    kv_at = kv_layout.order.to(device)
     batch, heads = _batch_and_heads(block_mask)
     lanes = max(q_layout.lanes, kv_layout.lanes)
     if lanes > 1 and batch not in (1, lanes):

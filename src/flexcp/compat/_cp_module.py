@@ -7,7 +7,6 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -112,8 +111,7 @@ class _ContextParallel(ParallelStyle):
         if at is None:
             group = group_of(mesh)
             layout = group.layout_of(query.shape[self.seq_dim], query.device, query)
-            order = [layout.positions(r).to(query.device) for r in range(group.size)]
-            at = (order[group.rank], torch.cat(order, dim=-1))
+            at = (layout.positions(group.rank), layout.order)
         translated = on_global_positions(score_mod, *(x.to(query.device) for x in at))
         if is_score:
             positional[3] = translated

@@ -165,6 +165,11 @@ class Layout:
         run, offset = expand(stop - start)
         return start[run] + offset
 
+    @property
+    def order(self) -> Tensor:
+        """int64 [S] The positions of rank 0, then those of rank 1, and so on; [B, S] with lanes."""
+        return torch.cat([self.positions(r) for r in range(self.ranks)], dim=-1)
+
     @cached_property
     def restore_index(self) -> Tensor:
         """int64 [rows] Where each row is when the ranks' rows are put one after the other."""
@@ -187,7 +192,7 @@ class Layout:
         if self.lanes == 1:
             return whole.index_select(dim, self.restore_index.to(whole.device))
         batch_dim = self._require_batch_dim(whole, dim, batch_dim)
-        order = torch.cat([self.positions(r) for r in range(self.ranks)], dim=1)
+        order = self.order
         index = torch.empty_like(order).scatter_(
             1, order, torch.arange(self.seq_len).expand_as(order)
         )

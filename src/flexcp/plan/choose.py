@@ -192,7 +192,7 @@ def _blocks_dealt_to_groups(
 
     Groups receive more than under the balanced layout, but have the same to do in every round.
     """
-    ranks, shape, machine = problem.ranks.size, problem.shape, problem.machine
+    ranks, machine = problem.ranks.size, problem.machine
     groups = ranks // inner
     size = -(-problem.seq_len // problem.block) * groups
     most = _MOST_DENSE_BLOCKS if ready.asks_for(_DENSE) else _MOST_BLOCKS
@@ -212,9 +212,7 @@ def _blocks_dealt_to_groups(
         for of in (torch.max, torch.sum):
             if float(of(received)) > _MORE_ROWS * max(float(of(rows)) for rows in least):
                 return None
-    rows = float(received.max()) - min(machine.ranks_per_node, ranks) / ranks * problem.seq_len
-    row = shape.kv_bytes(-(-shape.num_kv_heads // inner)) * shape.batch
-    wire = _SEEN * max(0.0, rows) * row / machine.inter_bandwidth
+    wire = _SEEN * problem.seconds_from_other_nodes(float(received.max()), inner)
     # Rows come in forward; in backward they may be kept, but their gradients leave.
     return layout if max(2 * wire, floor + (1 - machine.hidden) * 2 * wire) < best else None
 
@@ -303,8 +301,7 @@ def _schedules(
     if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
         return
     yield make(name, inner=inner, needs=needs, keep=True, at_once=True)
-    dense = float(needs.received.sum()) > _DENSE * layout.rows * max(1, groups - 1)
-    if dense and groups <= _RING:
+    if needs.exceed(_DENSE) and groups <= _RING:
         yield make("ring" if name == "exchange" else name, inner=inner, between="ring")
 
 
@@ -315,11 +312,8 @@ def _cannot_win(problem: Problem, found: Sequence[Candidate], ready: Prepared, i
     share = problem.seq_len / problem.ranks.size * shape.batch
     if inner == 1:
         # Rows that come from other nodes, once forward and once as gradients.
-        near = min(machine.ranks_per_node, problem.ranks.size) * share / shape.batch
         most = (float(needs.received.max()) for needs in ready.needs.values())
-        rows = sum(max(0.0, received - near) for received in most)
-        row = shape.kv_bytes(shape.num_kv_heads) * shape.batch
-        wire = 2 * rows * row / machine.inter_bandwidth
+        wire = 2 * sum(problem.seconds_from_other_nodes(rows, inner) for rows in most)
         return max(wire, best.compute * 0.98 + (1 - machine.hidden) * wire) >= best.seconds
     moved = share * (inner - 1) / inner * shape.q_bytes(shape.num_heads) * 4
     near = min(inner, machine.ranks_per_node)

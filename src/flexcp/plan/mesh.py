@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.plan.agree import Comparer
+from flexcp.whole import whole_shape
 
 
 class Gatherer(Comparer, Protocol):
@@ -49,9 +49,9 @@ class Ranks:
         """
         if isinstance(mesh, Ranks):
             return mesh
-        sizes = _as_sizes(mesh if isinstance(mesh, tuple) else (mesh,))
-        if sizes is not None:
-            return cls(_require_shape(sizes))
+        numbers = whole_shape(mesh)
+        if numbers is not None:
+            return cls(_require_shape(numbers))
         shape, coordinate = getattr(mesh, "shape", None), getattr(mesh, "get_coordinate", None)
         if shape is None or not callable(coordinate):
             raise FlexCPError(
@@ -71,16 +71,6 @@ class Ranks:
         for at, n in zip(place, sizes, strict=True):
             rank = rank * n + int(at)
         return cls(sizes, rank, getattr(mesh, "transport", None), mesh)
-
-
-def _as_sizes(given: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Python's and numpy's integers as integers; None if there is anything else."""
-    if any(isinstance(n, bool) for n in given):
-        return None
-    try:
-        return tuple(operator.index(n) for n in given)
-    except TypeError:
-        return None
 
 
 def _require_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

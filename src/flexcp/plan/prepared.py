@@ -56,8 +56,4 @@ class Prepared:
 
     def asks_for(self, share: float) -> bool:
         """Whether groups need more than such a share of all rows of the others, under all masks."""
-        groups = self.layout.ranks // self.inner
-        most = self.layout.seq_len * max(1, groups - 1)
-        return bool(self.needs) and all(
-            float(needs.received.sum()) > share * most for needs in self.needs.values()
-        )
+        return bool(self.needs) and all(needs.exceed(share) for needs in self.needs.values())

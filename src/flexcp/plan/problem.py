@@ -56,6 +56,15 @@ class Problem:
         row = self.shape.kv_bytes(self.shape.num_kv_heads) * self.shape.batch
         return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
 
+    def seconds_from_other_nodes(self, rows: float, inner: int) -> float:
+        """What so many rows of K and V take, of which a rank's own node has a share, to arrive.
+
+        `inner` ranks share the heads, so that each receives its part of them.
+        """
+        near = min(self.machine.ranks_per_node, self.ranks.size) / self.ranks.size * self.seq_len
+        row = self.shape.kv_bytes(-(-self.shape.num_kv_heads // inner)) * self.shape.batch
+        return max(0.0, rows - near) * row / self.machine.inter_bandwidth
+
 
 def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
     """A layout by its name; "auto" is the balanced one."""

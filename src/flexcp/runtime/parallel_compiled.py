@@ -19,6 +19,7 @@ from flexcp.plan import Plan
 from flexcp.runtime.agreement import refusing
 from flexcp.runtime.executor import Kept
 from flexcp.runtime.passes import Call, Saved, backward_pass, forward_pass, prepare_call
+from flexcp.runtime.rows import shape_of_rows
 from flexcp.tokens import owner_of
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -152,11 +153,9 @@ def _kept(call: Call, flat: Tensor, k: Tensor, v: Tensor) -> Kept | None:
     if not call.plan.schedules[call.mask].keeps_kv:
         return None
     program = call.program("forward")
-    heads, width = k.shape[1], k.shape[3] + v.shape[3]
-    leading = (heads,) if program.by_element else (k.shape[0], heads)
     counts = [sum(m.rows for m in round_.receives) for round_ in program.rounds]
-    parts = flat.split([math.prod(leading) * rows * width for rows in counts])
-    shapes = ((*leading, rows, width) for rows in counts)
+    shapes = [shape_of_rows(k, v, rows, program.by_element) for rows in counts]
+    parts = flat.split([math.prod(shape) for shape in shapes])
     return Kept([None, *(x.view(s) for x, s in zip(parts, shapes, strict=True))])
 
 

@@ -21,7 +21,7 @@ from flexcp.runtime.agreement import refusing
 from flexcp.runtime.executor import run_gather, run_scatter
 from flexcp.runtime.passes import label_of, prepare_call, shifted, transport_of
 from flexcp.runtime.rank_program import RankProgram, Work, rank_program, rows_of_spans
-from flexcp.runtime.rows import ROW
+from flexcp.runtime.rows import ROW, shape_of_rows
 from flexcp.runtime.traced import TracedPlan, no_keys, run_traced, traced_plan
 from flexcp.schedule import make_schedule
 from flexcp.tokens import owner_of
@@ -177,8 +177,7 @@ def _(
     by_element: bool,
     rows: int,
 ) -> Tensor:
-    each = (k.shape[1], rows, k.shape[3] + v.shape[3])
-    return k.new_empty(each if by_element else (k.shape[0], *each))
+    return k.new_empty(shape_of_rows(k, v, rows, by_element))
 
 
 @torch.library.custom_op("flexcp::return_rows", mutates_args=())

@@ -38,7 +38,8 @@ class Rows:
 
     def shape_of(self, rows: int) -> tuple[int, ...]:
         """The shape of some rows."""
-        return (*self.own.shape[:ROW], rows, self.own.shape[-1])
+        b, g, _, d, dv = self.shape
+        return _shape_of(b, g, rows, d + dv, self.by_element)
 
     def empty(self, rows: int) -> Tensor:
         """Room for some rows."""
@@ -68,6 +69,15 @@ class Rows:
         if self.by_element:
             total = total.view(g, b, length, d + dv).transpose(0, 1)
         return total[..., :d], total[..., d:]
+
+
+def shape_of_rows(k: Tensor, v: Tensor, rows: int, by_element: bool) -> tuple[int, ...]:
+    """The shape of some rows of such K [B, G, L, D] and V [B, G, L, Dv]."""
+    return _shape_of(k.shape[0], k.shape[1], rows, k.shape[3] + v.shape[3], by_element)
+
+
+def _shape_of(b: int, g: int, rows: int, width: int, by_element: bool) -> tuple[int, ...]:
+    return (g, rows, width) if by_element else (b, g, rows, width)
 
 
 def picked(

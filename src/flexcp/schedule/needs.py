@@ -47,6 +47,11 @@ class Needs:
         """int64 [ranks] Rows that each rank has to receive."""
         return self.rows.counts(self.layout.ranks)
 
+    def exceed(self, share: float) -> bool:
+        """Whether ranks need more than such a share of all rows of the others."""
+        most = self.layout.rows * max(1, self.layout.ranks - 1)
+        return float(self.received.sum()) > share * most
+
     @cached_property
     def by_owner(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """int64 [N] User, owner, start and stop of every stretch, by user and start."""

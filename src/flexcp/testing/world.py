@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from math import prod
 from typing import TypeVar
 
 from flexcp.comm.simulated import SimulatedMesh, SimulatedTransport, World
 from flexcp.errors import FlexCPError
+from flexcp.whole import whole_shape
 
 T = TypeVar("T")
 
@@ -39,12 +39,8 @@ def mesh_shape(world_size: int | tuple[int, ...]) -> tuple[int, ...]:
     >>> mesh_shape(3), mesh_shape((2, 4))
     ((3,), (2, 4))
     """
-    sizes = world_size if isinstance(world_size, tuple) else (world_size,)
-    try:
-        shape = tuple(operator.index(n) for n in sizes)
-    except TypeError:
-        shape = ()
-    if not shape or min(shape) < 1 or any(isinstance(n, bool) for n in sizes):
+    shape = whole_shape(world_size)
+    if not shape or min(shape) < 1:
         raise FlexCPError(
             "at least 1 rank", repr(world_size), "pass a number of ranks, or a shape such as (2, 4)"
         )
