@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flexcp
 from flexcp import masks
-from flexcp.runtime import flex_attention
+from flexcp.ops import flex_attention
 
 HEADS, DIM = 8, 64
 MASKS = ("full", "causal", "documents", "window 1024", "prefix", "block-causal", "alibi", "softcap")

@@ -134,7 +134,7 @@ def run(library: str, name: str, tokens: int) -> dict[str, object]:
 
 
 def as_table(results: list[dict[str, object]]) -> str:
-    from flexcp.viz import table
+    from flexcp.tools.report import table
 
     def of(library: str, name: str, tokens: int) -> dict[str, object]:
         return next(

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from flexcp.training import PackedDocuments, TrainConfig, load_corpus
+from flexcp.tools.train import PackedDocuments, TrainConfig, load_corpus
 
 EXAMPLES = Path(__file__).parent
 
@@ -25,7 +25,7 @@ def chapter(text: str) -> None:
 def flexcp(*args: str) -> None:
     """Runs a command as the reader would, and ends the demo if it fails."""
     print(f"\n$ flexcp {shlex.join(args)}\n", flush=True)
-    code = subprocess.run([sys.executable, "-m", "flexcp.cli", *args], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "flexcp.tools.cli", *args], check=False).returncode
     if code:
         sys.exit(code)
 

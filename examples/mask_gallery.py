@@ -17,7 +17,7 @@ import torch
 
 import flexcp
 from flexcp import masks
-from flexcp.viz import Picture, picture_of, table
+from flexcp.tools.report import Picture, picture_of, table
 
 
 def document_lengths(tokens: int, seed: int = 0) -> list[int]:

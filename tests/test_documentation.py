@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTED = (
-    "flexcp", "flexcp.testing", "flexcp.verification", "flexcp.training", "flexcp.viz",
+    "flexcp", "flexcp.testing", "flexcp.tools.verify", "flexcp.tools.train", "flexcp.tools.report",
     "flexcp.integrations.transformers",
 )  # fmt: skip
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,7 +55,7 @@ def test_every_public_name_is_in_the_reference(module):
 
 
 def test_the_page_of_the_command_line_names_every_command_and_exit_code():
-    from flexcp.cli.app import app
+    from flexcp.tools.cli.app import app
 
     page = (ROOT / "docs" / "cli.md").read_text()
     for command in app.registered_commands:

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flexcp import kernels, masks, testing
-    from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
+    from flexcp.batch import cross_entropy, shard_batch
     from flexcp.errors import FlexCPError
+    from flexcp.grid import BlockGrid, BlockKind, build_block_grid
     from flexcp.integrations.context_parallel import ContextParallel
     from flexcp.layout import Layout
     from flexcp.masks import Mask
-    from flexcp.plan import Machine, Plan
-    from flexcp.runtime import attention, cross_entropy, flex_attention, make_plan, shard_batch
-    from flexcp.verification import verify
+    from flexcp.ops import attention, flex_attention
+    from flexcp.plan import Machine, Plan, make_plan
+    from flexcp.tools.verify import verify
 
 __all__ = [
     "BlockGrid",
@@ -36,20 +37,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "flexcp.blocks": ("BlockGrid", "BlockKind", "build_block_grid"),
+    "flexcp.batch": ("cross_entropy", "shard_batch"),
+    "flexcp.grid": ("BlockGrid", "BlockKind", "build_block_grid"),
     "flexcp.errors": ("FlexCPError",),
     "flexcp.integrations.context_parallel": ("ContextParallel",),
     "flexcp.layout": ("Layout",),
     "flexcp.masks": ("Mask",),
-    "flexcp.plan": ("Machine", "Plan"),
-    "flexcp.runtime": (
-        "attention",
-        "cross_entropy",
-        "flex_attention",
-        "make_plan",
-        "shard_batch",
-    ),
-    "flexcp.verification": ("verify",),
+    "flexcp.plan": ("Machine", "Plan", "make_plan"),
+    "flexcp.ops": ("attention", "flex_attention"),
+    "flexcp.tools.verify": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("kernels", "masks", "testing")

@@ -13,13 +13,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def planning(function: Callable[P, R]) -> Callable[P, R]:
+def run_eagerly_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps torch.compile and other default devices out of a function.
 
     The first as `torch.compiler.disable`, which takes a second to import: that is spent only once
     torch.compile is in use.
 
-    >>> @planning
+    >>> @run_eagerly_on_cpu
     ... def plan(n: int) -> list[int]:
     ...     return list(range(n))
     >>> plan(3)

@@ -1,6 +1,8 @@
-"""The one error that flexcp raises: what was expected, what came, and what to do about it."""
+"""The one error that flexcp raises, and checks of integers that users pass."""
 
 from __future__ import annotations
+
+import operator
 
 
 class FlexCPError(ValueError):
@@ -20,3 +22,50 @@ class FlexCPError(ValueError):
 
     def __reduce__(self) -> tuple[type[FlexCPError], tuple[str, str, str]]:
         return type(self), (self.expected, self.got, self.fix)
+
+
+def whole_number(name: str, value: object, *, at_least: int, fix: str) -> int:
+    """The integer, or an error that names it.
+
+    >>> whole_number("tokens", 5, at_least=1, fix="pass how many there are")
+    5
+    >>> whole_number("tokens", 0, at_least=1, fix="pass how many there are")
+    Traceback (most recent call last):
+    ...
+    flexcp.errors.FlexCPError: expected tokens to be an integer of at least 1, got 0; pass how many
+    there are
+    """
+    number = as_whole(value)
+    if number is None or number < at_least:
+        is_one = number is not None or isinstance(value, bool)
+        raise FlexCPError(
+            f"{name} to be an integer of at least {at_least}",
+            repr(value) if is_one else f"{value!r} of type {type(value).__name__}",
+            fix,
+        )
+    return number
+
+
+def as_whole(value: object) -> int | None:
+    """The integer, or None if it is something else, as True and False are.
+
+    >>> as_whole(5), as_whole(5.0), as_whole(True)
+    (5, None, None)
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def whole_shape(value: object) -> tuple[int, ...] | None:
+    """The integers of a tuple, or one by itself; None if there is anything else.
+
+    >>> whole_shape((2, 4)), whole_shape(3), whole_shape((2, 0.5))
+    ((2, 4), (3,), None)
+    """
+    given = value if isinstance(value, tuple) else (value,)
+    found = tuple(n for n in map(as_whole, given) if n is not None)
+    return found if len(found) == len(given) else None

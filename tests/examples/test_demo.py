@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flexcp.cli.app import app
+from flexcp.tools.cli.app import app
 
 PATH = Path(__file__).parents[2] / "examples" / "demo.py"
 

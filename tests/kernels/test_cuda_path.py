@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 import flexcp
 from flexcp import Mask, masks
 from flexcp.kernels import flex
-from flexcp.runtime.autograd import Attention
+from flexcp.ops.autograd import Attention
 from flexcp.testing.tolerance import assert_close
 from kernels.cases import problem
 

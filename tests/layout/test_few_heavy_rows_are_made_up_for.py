@@ -9,7 +9,7 @@ import torch
 
 from flexcp import BlockGrid, Mask, build_block_grid, masks
 from flexcp.layout import Layout, area_per_rank, balanced
-from flexcp.layout.bound import imbalance_bound
+from flexcp.layout.balance.bound import imbalance_bound
 from flexcp.layout.work import Work
 
 

@@ -9,7 +9,7 @@ import torch
 
 from flexcp import build_block_grid, make_plan, masks
 from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
-from flexcp.layout.bound import imbalance_bound
+from flexcp.layout.balance.bound import imbalance_bound
 from flexcp.layout.work import Work
 
 LENGTH, RANKS = 20_011, 6

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexcp import Mask, masks
 from flexcp.kernels.reference import dense_attention, dense_mask
-from flexcp.runtime import flex_attention
+from flexcp.ops import flex_attention
 from flexcp.testing.tolerance import assert_close
 
 LONGEST = 300

@@ -45,7 +45,7 @@ def test_every_generated_mask_has_the_kinds_and_areas_of_its_dense_evaluation(ca
     # With tight limits the search starts from one rectangle and is cut into parts on the way, as
     # it would be for a mask that is too large for memory.
     limits = {"_FIRST_RECTANGLES": 1, "_MOST_RECTANGLES": 16, "MOST_PAIRS": 64}
-    with mock.patch.multiple("flexcp.blocks.descent", **limits) if tight else nullcontext():
+    with mock.patch.multiple("flexcp.grid.analysis.descent", **limits) if tight else nullcontext():
         grid = flexcp.build_block_grid(
             mask, q_len, kv_len, block_size=block_size, batch=batch, heads=heads
         )

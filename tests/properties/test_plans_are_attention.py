@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_mask
 from flexcp import FlexCPError, build_block_grid, masks
 from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
 from flexcp.plan import make_plan
-from flexcp.plan.planner import _require_length
+from flexcp.plan.make import _require_length
 from flexcp.plan.problem import LAYOUTS
 from flexcp.schedule import SCHEDULES
 from flexcp.testing.strategies import mask_trees

@@ -12,7 +12,7 @@ import flexcp
 from flexcp import FlexCPError, masks, testing
 from flexcp.kernels.reference import dense_attention, dense_mask
 from flexcp.layout import Layout
-from flexcp.plan.planner import _require_length
+from flexcp.plan.make import _require_length
 from flexcp.plan.problem import LAYOUTS
 from flexcp.testing.strategies import catalog_masks, mask_trees
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from flexcp.comm.agreement import REFUSED
 from flexcp.comm.interface import Pending
-from flexcp.plan.agree import REFUSED
 
 _COMPARING = "round 0, in which ranks compare what they are about to do,"
 _NOTE = 1024

@@ -75,7 +75,7 @@ class Transport(Protocol):
         ...
 
     def refusals(self, ranks: Sequence[int]) -> list[str]:
-        """Why these ranks refused, after their bytes were `flexcp.plan.agree.REFUSED`."""
+        """Why these ranks refused, after their bytes were `flexcp.comm.agreement.REFUSED`."""
         ...
 
     def all_agree(self, text: str) -> list[str]:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.eager import planning
+from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import per_document_head_tail
-from flexcp.layout.policies import levelled
+from flexcp.layout.rules import levelled
 
 
 def shard_sizes(seq_len: int, ranks: int) -> list[int]:
@@ -130,7 +130,7 @@ class _PTRRLoadBalancer(_LoadBalancer):
             )
         return torch.stack(_dealt(process_time, group_size))
 
-    @planning
+    @run_eagerly_on_cpu
     def _generate_indices(self, restore: bool = False) -> Tensor:
         """[1, S], or [B, S] if the mask has a batch: the order, or the way back."""
         mask = self.block_mask

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
-from flexcp.eager import planning
+from flexcp.eager import run_eagerly_on_cpu
+from flexcp.grid import BlockGrid, BlockKind, build_block_grid
 from flexcp.layout import Layout
 from flexcp.masks import MaskMod
-from flexcp.runtime.positions import keep_positions
+from flexcp.ops.positions import keep_positions
 
 
-@planning
+@run_eagerly_on_cpu
 def shard_block_mask(
     block_mask: BlockMask, q_layout: Layout, kv_layout: Layout, rank: int
 ) -> BlockMask:

@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexcp.comm.transport import ProcessTransport
+from flexcp.comm.process import ProcessTransport
 from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
 from flexcp.compat._cp_options import _cp_options
-from flexcp.eager import planning
+from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 
@@ -155,7 +155,7 @@ def default_layout(seq_len: int, ranks: int) -> Layout:
     return balanced_layout(_HeadTailLoadBalancer(seq_len, ranks, "cpu"), seq_len, ranks)
 
 
-@planning
+@run_eagerly_on_cpu
 def chunked_layout(seq_len: int, ranks: int) -> Layout:
     """Stretches as `torch.chunk` cuts them."""
     stop = torch.tensor(shard_sizes(seq_len, ranks)).cumsum(0).tolist()
@@ -163,7 +163,7 @@ def chunked_layout(seq_len: int, ranks: int) -> Layout:
     return Layout.of_runs(runs, seq_len=seq_len, name="contiguous")
 
 
-@planning
+@run_eagerly_on_cpu
 def balanced_layout(balancer: _LoadBalancer | None, seq_len: int, ranks: int) -> Layout:
     """The layout of a load balancer, or of none."""
     order = None if balancer is None else balancer._generate_indices(restore=False)

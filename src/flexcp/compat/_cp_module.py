@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from flexcp.compat._cp_gather import flex_cp_allgather
 from flexcp.compat._cp_layout import dim_of, group_of
 from flexcp.compat._cp_sdpa import patched_sdpa, sharded_for_dtensors, sharded_sdpa
-from flexcp.runtime.positions import on_global_positions, positions_of
+from flexcp.ops.positions import on_global_positions, positions_of
 
 
 class _AttentionType(Enum):

@@ -19,14 +19,14 @@ from flexcp.compat._cp_transport import (
     GatheringTransport,
     backward_in_step,
 )
-from flexcp.eager import planning
+from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.masks import causal, full
+from flexcp.ops.autocast import autocast
+from flexcp.ops.parallel import attention
 from flexcp.plan import Plan, make_plan
 from flexcp.plan.mesh import Ranks
-from flexcp.runtime.autocast import autocast
-from flexcp.runtime.parallel import attention
 
 _MOST_PLANS = 32
 """Plans that a group keeps."""
@@ -37,7 +37,7 @@ Sdpa = Callable[..., Tensor]
 def sharded_sdpa(mesh: DeviceMesh) -> Sdpa:
     """`F.scaled_dot_product_attention` for tensors whose sequence is sharded over a mesh."""
 
-    @planning
+    @run_eagerly_on_cpu
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from flexcp.comm.faults import gone_ranks, names_of
 from flexcp.comm.interface import Pending
-from flexcp.comm.transport import ProcessTransport
+from flexcp.comm.process import ProcessTransport
 from flexcp.errors import FlexCPError
 
 

@@ -40,7 +40,7 @@ from flexcp.compat._cp_options import (
     set_rotate_method,
 )
 from flexcp.compat._cp_sdpa import patched_sdpa, sharded_sdpa
-from flexcp.eager import planning
+from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 
@@ -166,7 +166,7 @@ def _context_parallel_shard(
 ) -> Any: ...
 
 
-@planning
+@run_eagerly_on_cpu
 def _context_parallel_shard(
     mesh: DeviceMesh,
     buffers: Sequence[Buffer] | Mapping[str, Buffer],
@@ -234,7 +234,7 @@ class _Sharder:
         return self._layouts[length]
 
 
-@planning
+@run_eagerly_on_cpu
 def context_parallel_unshard(
     mesh: DeviceMesh,
     buffers: list[Tensor],

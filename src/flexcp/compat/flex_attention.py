@@ -19,11 +19,11 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from flexcp.blocks import build_block_grid
 from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
-from flexcp.eager import planning
+from flexcp.eager import run_eagerly_on_cpu
+from flexcp.graph_handles import new_graph_handle
+from flexcp.grid import build_block_grid
 from flexcp.masks import Mask, MaskMod
-from flexcp.tokens import new_token
 
 __all__ = [
     "AuxOutput",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-@planning
+@run_eagerly_on_cpu
 def create_block_mask(
     mask_mod: Mask | MaskMod,
     B: int | None,
@@ -97,7 +97,8 @@ def create_block_mask(
     )
     if compute_dq_write_order:
         _add_dq_write_order(block_mask, dq_kv_order)
-    vars(block_mask)["token"] = new_token(block_mask)  # one compiled graph runs all of them
+    # One compiled graph runs all of them.
+    vars(block_mask)["graph_handle"] = new_graph_handle(block_mask)
     return block_mask
 
 

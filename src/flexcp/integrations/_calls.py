@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flexcp.blocks import BlockGrid, BlockKind, build_block_grid
 from flexcp.compat._cp_sdpa import refuse_mask_and_dropout, with_heads
-from flexcp.eager import planning
+from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
+from flexcp.grid import BlockGrid, BlockKind, build_block_grid
 from flexcp.masks import Mask, as_mask, causal
+from flexcp.ops.parallel import attention
+from flexcp.ops.passes import shifted
 from flexcp.plan import Plan
-from flexcp.runtime.parallel import attention
-from flexcp.runtime.passes import shifted
 
 ScoreFunction = Callable[..., Tensor]
 
@@ -182,7 +182,7 @@ def is_within_causal(plan: Plan, mask: str) -> bool:
     return kept[mask]
 
 
-@planning
+@run_eagerly_on_cpu
 def _require_repeated(plan: Plan, mask: str, given: Any) -> None:
     """Raises if a call's block mask forbids a pair that the plan's mask allows."""
     kept: dict[tuple[str, int], Any] = vars(plan).setdefault("_repeated", {})
@@ -211,7 +211,7 @@ def _require_repeated(plan: Plan, mask: str, given: Any) -> None:
     kept[mask, id(given)] = given
 
 
-@planning
+@run_eagerly_on_cpu
 def _is_within(grid: BlockGrid, other: BlockGrid | Mask) -> bool:
     """Whether `other` allows every pair that a grid allows."""
     if grid is other or grid.mask is other:

@@ -19,9 +19,9 @@ from flexcp.errors import FlexCPError
 from flexcp.integrations._calls import PlannedAttention, is_within_causal
 from flexcp.integrations._recomputation import kept_for_recomputation
 from flexcp.integrations._torch_flex import TORCH_FLEX_ATTENTION, make_overridable
+from flexcp.ops.attention import flex_attention
+from flexcp.ops.passes import transport_of
 from flexcp.plan import Plan
-from flexcp.runtime.attention import flex_attention
-from flexcp.runtime.passes import transport_of
 
 _FLEX = (flex_attention, compat_flex_attention, TORCH_FLEX_ATTENTION)
 _STYLE = "_flexcp_context_parallel"

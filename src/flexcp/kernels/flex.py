@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flexcp.blocks import BlockGrid
+from flexcp.grid import BlockGrid
 from flexcp.kernels.prepared import outside_of_fake_tensors
 from flexcp.kernels.score import ScoreFunction
 

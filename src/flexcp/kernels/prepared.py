@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid
+from flexcp.grid import BlockGrid
 from flexcp.kernels.interface import Shapes
 from flexcp.kernels.lanes import Lane, lanes_of
 from flexcp.kernels.program import Program, make_program

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid, BlockKind
+from flexcp.grid import BlockGrid, BlockKind
 from flexcp.masks.graph import MaskGraph
 from flexcp.masks.trace import trace_mask
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
+from flexcp.grid import BlockGrid
 from flexcp.kernels.interface import BitTile, Plane, Shapes, Slab
 from flexcp.kernels.ranges import RowRanges, joined, row_ranges
 

@@ -1,8 +1,9 @@
 """Where tokens live: layouts, the rules that make them, and the balancer."""
 
-from flexcp.layout.balance import balanced
+from flexcp.layout.balance.search import balanced
 from flexcp.layout.layout import Layout
-from flexcp.layout.policies import (
+from flexcp.layout.needed_rows import rows_needed
+from flexcp.layout.rules import (
     contiguous,
     dealt,
     head_tail,
@@ -10,7 +11,6 @@ from flexcp.layout.policies import (
     ptrr,
     striped,
 )
-from flexcp.layout.reach import rows_needed
 from flexcp.layout.work import area_per_rank
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
-from flexcp.layout.rows import RowSets, expand, row_sets
+from flexcp.layout.row_sets import RowSets, expand, row_sets
 
 
 @dataclass(frozen=True, eq=False)

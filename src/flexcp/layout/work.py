@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid
-from flexcp.blocks.tokens import areas_by_plane, token_areas, unlinked_neighbours
 from flexcp.errors import FlexCPError
+from flexcp.grid import BlockGrid
+from flexcp.grid.rows import areas_by_plane, token_areas, unlinked_neighbours
 from flexcp.layout.layout import Layout
 
 

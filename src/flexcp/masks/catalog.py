@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, whole_number
 from flexcp.masks.mask import Mask
-from flexcp.whole import whole_number
 
 
 def full() -> Mask:

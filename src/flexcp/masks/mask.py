@@ -8,8 +8,8 @@ from typing import NoReturn
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
+from flexcp.graph_handles import new_graph_handle
 from flexcp.masks.trace import MaskMod, describe
-from flexcp.tokens import new_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +35,11 @@ class Mask:
     """The function of (b, h, q_idx, kv_idx); torch's FlexAttention accepts it as it is."""
     name: str = ""
     """What to call it in tables and error messages."""
-    token: Tensor | None = field(init=False, repr=False)
+    graph_handle: Tensor | None = field(init=False, repr=False)
     """Stands for this mask in compiled graphs."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token", new_token(self))
+        object.__setattr__(self, "graph_handle", new_graph_handle(self))
         if isinstance(self.mask_mod, Mask):
             object.__setattr__(self, "name", self.name or self.mask_mod.name)
             object.__setattr__(self, "mask_mod", self.mask_mod.mask_mod)
@@ -54,7 +54,7 @@ class Mask:
             object.__setattr__(self, "name", "mask_mod" if given == "<lambda>" else given)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, token=new_token(self))
+        vars(self).update(state, graph_handle=new_graph_handle(self))
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Makes a Mask a mask_mod itself."""

@@ -2,9 +2,9 @@
 
 from flexcp.plan.cost import Cost, price
 from flexcp.plan.machine import PRESETS, Machine
+from flexcp.plan.make import make_plan
 from flexcp.plan.mesh import Ranks
 from flexcp.plan.plan import Plan
-from flexcp.plan.planner import make_plan
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.stats import Stats
 

@@ -1,4 +1,4 @@
-"""Sharding and unsharding inside torch.compile: ops that find their plan by its token."""
+"""Sharding and unsharding inside torch.compile: ops that find their plan by its handle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.tokens import owner_of
+from flexcp.graph_handles import owner_of
 
 
 def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -15,23 +15,23 @@ def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 @torch.library.custom_op("flexcp::shard", mutates_args=())
-def shard(x: Tensor, token: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:
+def shard(x: Tensor, handle: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:
     """A rank's `rows` rows of a full tensor."""
-    plan: Any = owner_of(token)
+    plan: Any = owner_of(handle)
     found: Tensor = plan.layout.shard(x, dim, rank=rank, batch_dim=batch_dim)
     assert found.shape[dim] == rows, "the graph was compiled for another plan"
     return found.contiguous()
 
 
 @shard.register_fake
-def _(x: Tensor, token: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
+def _(x: Tensor, handle: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
     return _with_rows(x, dim, rows)
 
 
 @torch.library.custom_op("flexcp::scatter", mutates_args=())
-def scatter(x: Tensor, token: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:
+def scatter(x: Tensor, handle: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:
     """The gradient of `shard`: a rank's rows where they belong among `rows`, zeros elsewhere."""
-    plan: Any = owner_of(token)
+    plan: Any = owner_of(handle)
     counts = plan.layout.counts.tolist()
     parts = [x if r == rank else _with_rows(x, dim, n).zero_() for r, n in enumerate(counts)]
     found: Tensor = plan.layout.restore(parts, dim, batch_dim=batch_dim)
@@ -40,26 +40,26 @@ def scatter(x: Tensor, token: Tensor, dim: int, rank: int, batch_dim: int, rows:
 
 
 @scatter.register_fake
-def _(x: Tensor, token: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
+def _(x: Tensor, handle: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
     return _with_rows(x, dim, rows)
 
 
 @torch.library.custom_op("flexcp::unshard", mutates_args=())
-def unshard(x: Tensor, token: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
+def unshard(x: Tensor, handle: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
     """All `rows` rows, from those of every rank."""
-    plan: Any = owner_of(token)
+    plan: Any = owner_of(handle)
     found: Tensor = plan.unshard(x, dim, batch_dim=batch_dim)
     return found.contiguous()
 
 
 @unshard.register_fake
-def _(x: Tensor, token: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
+def _(x: Tensor, handle: Tensor, dim: int, rank: int, batch_dim: int, rows: int) -> Tensor:  # noqa: ARG001
     return _with_rows(x, dim, rows)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001
-    x, token, dim, rank, batch_dim, _ = inputs
-    ctx.save_for_backward(token)
+    x, handle, dim, rank, batch_dim, _ = inputs
+    ctx.save_for_backward(handle)
     ctx.rest = (dim, rank, batch_dim, x.shape[dim])
 
 

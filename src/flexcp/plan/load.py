@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid, BlockKind
-from flexcp.blocks.tokens import areas_by_plane, runs_of_rows
+from flexcp.grid import BlockGrid, BlockKind
+from flexcp.grid.rows import areas_by_plane, runs_of_rows
 from flexcp.layout import Layout
-from flexcp.layout.reach import Pieces
+from flexcp.layout.needed_rows import Pieces
 from flexcp.schedule import Tasks
 
 

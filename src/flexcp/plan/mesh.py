@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-from flexcp.errors import FlexCPError
-from flexcp.plan.agree import Comparer
-from flexcp.whole import whole_shape
-
-
-class Gatherer(Comparer, Protocol):
-    """The one thing that a plan itself needs a transport for: putting a sequence together."""
-
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank; `shapes` are theirs."""
-        ...
+from flexcp.comm.interface import Transport
+from flexcp.errors import FlexCPError, whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +18,7 @@ class Ranks:
     """(ranks,) or (groups, ranks of a group)."""
     rank: int | None = None
     """This rank, counted row by row; None if the plan can't be run."""
-    transport: Gatherer | None = None
+    transport: Transport | None = None
     """How to reach the others, if that is known already."""
     mesh: Any = None
     """What was given."""
@@ -39,6 +27,14 @@ class Ranks:
     def size(self) -> int:
         """How many ranks."""
         return prod(self.shape)
+
+    def connected(self) -> Ranks:
+        """The ranks with a way to reach each other, if they are those of a mesh."""
+        if self.mesh is None or self.transport is not None:
+            return self
+        from flexcp.comm.process import ProcessTransport
+
+        return replace(self, transport=ProcessTransport.of_mesh(self.mesh))
 
     @classmethod
     def of(cls, mesh: Any) -> Ranks:

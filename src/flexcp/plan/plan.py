@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid
+from flexcp.comm.agreement import agree
+from flexcp.comm.interface import Transport
 from flexcp.errors import FlexCPError
+from flexcp.graph_handles import new_graph_handle
+from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
 from flexcp.plan import compiled
-from flexcp.plan.agree import agree
 from flexcp.plan.cost import Cost
+from flexcp.plan.explain import explain, plan_as_data
 from flexcp.plan.machine import Machine
-from flexcp.plan.mesh import Gatherer, Ranks
+from flexcp.plan.mesh import Ranks
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.sizes import Sizes
 from flexcp.plan.stats import Stats, make_stats
-from flexcp.plan.text import explain, plan_as_data
 from flexcp.schedule import Schedule, check_schedule
-from flexcp.tokens import new_token
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +64,8 @@ class Plan:
     """How many rows this rank owns; None if the plan was made from numbers."""
     sizes: Mapping[str, Sizes] = field(init=False, repr=False)
     """What this rank holds during attention under every mask; empty likewise."""
-    token: Tensor | None = field(init=False, repr=False)
-    """Stands for the plan inside compiled graphs; see `flexcp.tokens`."""
+    graph_handle: Tensor | None = field(init=False, repr=False)
+    """Stands for the plan inside compiled graphs; see `flexcp.graph_handles`."""
 
     def __post_init__(self) -> None:
         rank, heads = self.ranks.rank, (self.shape.num_heads, self.shape.num_kv_heads)
@@ -74,7 +75,7 @@ class Plan:
         found = {
             "rows": None if rank is None else int(self.layout.counts[rank]),
             "sizes": sizes,
-            "token": new_token(self),
+            "graph_handle": new_graph_handle(self),
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
@@ -113,7 +114,7 @@ class Plan:
         """This rank's rows of a full tensor; differentiable."""
         if torch.compiler.is_compiling() and rank is None and self.rows is not None:
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            local: Tensor = compiled.shard(x, self.compiler_token, *where, self.rows)
+            local: Tensor = compiled.shard(x, self.compiler_handle, *where, self.rows)
             return local
         return self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
 
@@ -127,7 +128,7 @@ class Plan:
         self.require_mesh()
         if torch.compiler.is_compiling():
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            full: Tensor = compiled.unshard(x, self.compiler_token, *where, self.seq_len)
+            full: Tensor = compiled.unshard(x, self.compiler_handle, *where, self.seq_len)
             return full
         parts = _Gather.apply(  # type: ignore[no-untyped-call]
             x, dim % x.dim(), self._rank(None), self.ranks.transport, self.layout, self._layout_text
@@ -145,10 +146,10 @@ class Plan:
             )
 
     @property
-    def compiler_token(self) -> Tensor:
-        """The token, for use inside a compiled graph."""
-        assert self.token is not None, "plans are made outside of graphs"
-        return self.token
+    def compiler_handle(self) -> Tensor:
+        """The handle, for use inside a compiled graph."""
+        assert self.graph_handle is not None, "plans are made outside of graphs"
+        return self.graph_handle
 
     def _rank(self, rank: int | None) -> int:
         if rank is not None:
@@ -237,7 +238,7 @@ class _Gather(torch.autograd.Function):
         x: Tensor,
         dim: int,
         rank: int,
-        transport: Gatherer,
+        transport: Transport,
         layout: Layout,
         fingerprint: str,
     ) -> tuple[Tensor, ...]:

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
-from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
+from flexcp.grid import BlockGrid
 from flexcp.layout import (
     Layout,
     balanced,
@@ -20,8 +20,8 @@ from flexcp.layout import (
     ptrr,
     striped,
 )
-from flexcp.layout.balance import elements_that_differ
-from flexcp.layout.policies import even_edges
+from flexcp.layout.balance.search import elements_that_differ
+from flexcp.layout.rules import even_edges
 from flexcp.layout.work import Work
 from flexcp.plan.machine import Machine
 from flexcp.plan.mesh import Ranks

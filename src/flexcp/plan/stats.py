@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid
+from flexcp.grid import BlockGrid
 from flexcp.layout import area_per_rank
-from flexcp.layout.bound import imbalance_bound
+from flexcp.layout.balance.bound import imbalance_bound
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost
 from flexcp.plan.shape import AttentionShape

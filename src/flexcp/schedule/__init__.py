@@ -4,7 +4,7 @@ from flexcp.schedule.check import check_schedule
 from flexcp.schedule.heads import HeadSlice, split_heads
 from flexcp.schedule.hybrid import SCHEDULES, make_schedule
 from flexcp.schedule.needs import Needs
-from flexcp.schedule.rounds import Pass, Schedule, Step, Tasks, Transfers
+from flexcp.schedule.tables import Pass, Schedule, Step, Tasks, Transfers
 
 __all__ = [
     "SCHEDULES",

@@ -6,7 +6,7 @@ import torch
 
 from flexcp.layout import Layout
 from flexcp.schedule.needs import everything
-from flexcp.schedule.rounds import Pass, Tasks, Transfers
+from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 
 def allgather(layout: Layout) -> tuple[Pass, Pass]:

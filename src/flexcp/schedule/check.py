@@ -18,11 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
+from flexcp.grid import BlockGrid
 from flexcp.layout import Layout, rows_needed
-from flexcp.layout.rows import RowSets, cut, expand, row_sets, without
-from flexcp.schedule.rounds import Pass, Schedule, Tasks, Transfers
+from flexcp.layout.row_sets import RowSets, cut, expand, row_sets, without
+from flexcp.schedule.tables import Pass, Schedule, Tasks, Transfers
 from flexcp.schedule.ulysses import grouped
 
 

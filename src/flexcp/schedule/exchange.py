@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexcp.schedule.needs import Needs
-from flexcp.schedule.rounds import Pass, Tasks, Transfers
+from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 
 def exchange(needs: Needs, *, at_once: bool = False) -> tuple[Pass, Pass]:

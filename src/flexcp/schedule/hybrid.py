@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexcp.blocks import BlockGrid
 from flexcp.errors import FlexCPError
+from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
 from flexcp.schedule.allgather import allgather
 from flexcp.schedule.exchange import exchange
 from flexcp.schedule.heads import split_heads
 from flexcp.schedule.needs import Needs
 from flexcp.schedule.ring import ring
-from flexcp.schedule.rounds import Schedule
+from flexcp.schedule.tables import Schedule
 from flexcp.schedule.ulysses import grouped, ulysses
 
 SCHEDULES = ("exchange", "ring", "allgather", "ulysses", "hybrid")

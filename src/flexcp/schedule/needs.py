@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexcp.blocks import BlockGrid
+from flexcp.grid import BlockGrid
 from flexcp.layout import Layout, rows_needed
-from flexcp.layout.rows import RowSets, cut, row_sets, without
+from flexcp.layout.row_sets import RowSets, cut, row_sets, without
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from flexcp.layout import Layout
-from flexcp.layout.rows import expand
-from flexcp.schedule.rounds import Pass, Tasks, Transfers
+from flexcp.layout.row_sets import expand
+from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 
 def ring(layout: Layout) -> tuple[Pass, Pass]:

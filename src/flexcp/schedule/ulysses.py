@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from flexcp.layout import Layout
-from flexcp.schedule.rounds import Pass, Tasks, Transfers
+from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 
 def grouped(layout: Layout, inner: int) -> Layout:

@@ -7,8 +7,7 @@ from math import prod
 from typing import TypeVar
 
 from flexcp.comm.simulated import SimulatedMesh, SimulatedTransport, World
-from flexcp.errors import FlexCPError
-from flexcp.whole import whole_shape
+from flexcp.errors import FlexCPError, whole_shape
 
 T = TypeVar("T")
 

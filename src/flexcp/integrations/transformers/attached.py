@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from flexcp.comm.summing import sum_in_place
+from flexcp.documents import positions_within
 from flexcp.errors import FlexCPError
 from flexcp.integrations.transformers import refused
 from flexcp.integrations.transformers.attention import IMPLEMENTATION, UNDER_WAY, Sharding
@@ -30,10 +31,8 @@ from flexcp.integrations.transformers.global_masks import MaskKind, TokenFacts, 
 from flexcp.integrations.transformers.habits import counts_from_zero, infers_documents
 from flexcp.integrations.transformers.rope import rotary_modules, tell_the_last_position
 from flexcp.layout import Layout
-from flexcp.plan import Machine, Plan, Ranks
-from flexcp.runtime import make_plan
-from flexcp.runtime.checks import check_gradients
-from flexcp.runtime.documents import positions_within
+from flexcp.ops.checks import check_gradients
+from flexcp.plan import Machine, Plan, Ranks, make_plan
 
 SHARDING = "flexcp_sharding"
 """The name under which a sharding travels in a batch."""

@@ -18,8 +18,8 @@ from flexcp.integrations.transformers.global_masks import (
     require_known,
     separates_documents,
 )
+from flexcp.ops import attention, flex_attention
 from flexcp.plan import Plan
-from flexcp.runtime import attention, flex_attention
 
 IMPLEMENTATION = "flexcp"
 """The name of this attention, and of its masks, in Transformers' registries."""

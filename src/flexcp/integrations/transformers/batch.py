@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.documents import begins
 from flexcp.errors import FlexCPError
 from flexcp.masks import ids_from_lengths
+from flexcp.ops.checks import shape_text
 from flexcp.plan import Plan
-from flexcp.runtime.checks import shape_text
-from flexcp.runtime.documents import begins
 
 NAMES_OF_DOCUMENTS = ("document_ids", "seq_idx")
 """Under which a batch says which document a token belongs to."""

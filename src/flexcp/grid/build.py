@@ -1,0 +1,69 @@
+"""Building a BlockGrid from a mask: trace once, measure its one-axis values, descend."""
+
+from __future__ import annotations
+
+from flexcp.eager import run_eagerly_on_cpu
+from flexcp.errors import FlexCPError, whole_number
+from flexcp.grid.analysis.axis import Axis
+from flexcp.grid.analysis.descent import Descent
+from flexcp.grid.analysis.measured import Planes, measure_mask
+from flexcp.grid.grid import BlockGrid
+from flexcp.masks import Mask, MaskMod, as_mask, trace_mask
+
+
+@run_eagerly_on_cpu
+def build_block_grid(
+    mask: Mask | MaskMod,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    block_size: int | tuple[int, int] = 128,
+    batch: int = 1,
+    heads: int = 1,
+) -> BlockGrid:
+    """Which tiles of the attention matrix are empty, partial or full.
+
+    Args:
+        mask: A Mask, or any FlexAttention mask_mod.
+        q_len: Number of queries.
+        kv_len: Number of keys; as many as queries if not given.
+        block_size: Tokens of a tile along both sides, or a pair (queries, keys). Lengths need not
+            be multiples of it.
+        batch: Batch elements, for masks that depend on b.
+        heads: Heads, for masks that depend on h.
+
+    >>> from flexcp import masks
+    >>> grid = build_block_grid(masks.causal() & masks.sliding_window(4096), 1 << 20)
+    >>> grid.counts()
+    {'empty': 66839056, 'partial': 16352, 'full': 253456}
+    >>> grid.area()
+    4287625216
+    """
+    mask = as_mask(mask)
+    q_len = _require_positive("q_len", q_len)
+    kv_len = q_len if kv_len is None else _require_positive("kv_len", kv_len)
+    size = _require_block_size(block_size)
+    batch, heads = _require_positive("batch", batch), _require_positive("heads", heads)
+    graph = trace_mask(mask.mask_mod)
+    planes = Planes.of_mask(graph, batch, heads)
+    q = Axis.of_blocks(q_len, size[0])
+    kv = q if (q_len, size[0]) == (kv_len, size[1]) else Axis.of_blocks(kv_len, size[1])
+    descent = Descent(measure_mask(graph, planes, q, kv))
+    runs = descent.run().unstacked(len(planes))
+    return BlockGrid(q_len, kv_len, size, planes, runs, mask, effort=descent.effort)
+
+
+def _require_positive(name: str, value: object) -> int:
+    fix = "leave out empty sequences" if name.endswith("len") else f"pass {name}=1 or more"
+    return whole_number(name, value, at_least=1, fix=fix)
+
+
+def _require_block_size(block_size: object) -> tuple[int, int]:
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    fix = "pass block_size=128 or block_size=(128, 64)"
+    if len(pair) != 2:
+        raise FlexCPError(
+            "block_size as an integer or a pair of integers (queries, keys)", repr(block_size), fix
+        )
+    q, kv = (whole_number("block_size", x, at_least=1, fix=fix) for x in pair)
+    return q, kv

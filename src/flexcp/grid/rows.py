@@ -1,0 +1,146 @@
+"""What single rows of a grid see: exact areas, and links between neighbouring tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexcp.grid.analysis.axis import Axis
+from flexcp.grid.analysis.descent import Descent, count_pairs
+from flexcp.grid.analysis.measured import MeasuredMask, Planes, measure_mask
+from flexcp.grid.analysis.pick import in_parts
+from flexcp.grid.grid import BlockGrid
+from flexcp.grid.runs import BlockKind, Runs
+from flexcp.masks import trace_mask
+
+_MOST_PAIRS = 1 << 22
+"""Pairs evaluated together."""
+
+
+def token_areas(grid: BlockGrid, blocks: Tensor, planes: Sequence[int] | None = None) -> Tensor:
+    """int64 [planes, n, bq] Allowed pairs of every query in some rows of tiles, exactly.
+
+    Args:
+        grid: The mask.
+        blocks: int64 [n] The rows of tiles.
+        planes: Which of its planes; all of them by default.
+
+    >>> import flexcp
+    >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 5, block_size=2)
+    >>> token_areas(grid, torch.tensor([1, 2]))
+    tensor([[[3, 4],
+             [5, 0]]])
+    """
+    bq = grid.block_size[0]
+    chosen = list(range(len(grid.runs)) if planes is None else planes)
+    areas = torch.zeros(len(chosen), blocks.numel(), bq, dtype=torch.int64)
+    if areas.numel() == 0:
+        return areas
+    inside = torch.arange(bq) < grid.q_axis.sizes[blocks][:, None]
+    widths = torch.cat([torch.zeros(1, dtype=torch.int64), grid.kv_axis.sizes.cumsum(0)])
+    row = (grid.q_axis.first[blocks][:, None] + torch.arange(bq))[inside]
+    of_row = torch.nonzero(inside)[:, 0]
+    fine = measure_mask(
+        trace_mask(grid.mask.mask_mod),
+        Planes(grid.planes.b[chosen], grid.planes.h[chosen], grid.planes.of),
+        Axis(row, row, torch.ones_like(row)),
+        grid.kv_axis,
+    )
+    single = Descent(fine).run().unstacked(len(chosen))
+    for plane, own in enumerate(areas):
+        runs = grid.runs[chosen[plane]]
+        which, run = runs_of_rows(runs, blocks)
+        full = runs.kind[run] == BlockKind.FULL
+        pairs = widths[runs.stop[run]] - widths[runs.start[run]]
+        whole = torch.zeros(blocks.numel(), dtype=torch.int64)
+        whole.index_add_(0, which[full], pairs[full])
+        # Only within PARTIAL tiles does the mask itself decide.
+        decided = _overlaps(single[plane], of_row, which[~full], runs, run[~full])
+        per_row = whole[of_row].index_add_(0, *_areas(fine, plane, widths, *decided))
+        own[inside] = per_row
+    return areas
+
+
+def _overlaps(
+    single: Runs, of_row: Tensor, which: Tensor, runs: Runs, run: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Runs of single rows, cut to the runs of tiles that are given for their block."""
+    wide = single.cols + 1
+    key = which * wide + runs.start[run]
+    stop = which * wide + runs.stop[run]
+    base = of_row[single.row] * wide
+    begin, end = base + single.start, base + single.stop
+    first = torch.searchsorted(stop, begin, right=True)
+    last = torch.searchsorted(key, end)
+    sizes = (last - first).clamp(min=0)
+    at = torch.repeat_interleave(torch.arange(len(single)), sizes)
+    piece = first[at] + torch.arange(at.numel()) - (sizes.cumsum(0) - sizes)[at]
+    left = torch.maximum(begin[at], key[piece]) - base[at]
+    right = torch.minimum(end[at], stop[piece]) - base[at]
+    return single.row[at], left, right, single.kind[at]
+
+
+def _areas(
+    fine: MeasuredMask,
+    plane: int,
+    widths: Tensor,
+    row: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    kind: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rows, and the pairs of their runs."""
+    full = kind == BlockKind.FULL
+    partial = torch.nonzero(~full).squeeze(1)
+    sizes = (stop - start)[partial]
+    at = torch.repeat_interleave(partial, sizes)
+    col = start[at] + torch.arange(at.numel())
+    col -= (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    found = torch.zeros(at.numel(), dtype=torch.int64)
+    widest = int(fine.kv.sizes.max())
+    for part in in_parts(torch.arange(at.numel()), _MOST_PAIRS // widest):
+        which = torch.full_like(part, plane)
+        found[part] = count_pairs(fine, which, row[at[part]], col[part])[0]
+    pairs = (widths[stop] - widths[start])[full]
+    return torch.cat([row[full], row[at]]), torch.cat([pairs, found])
+
+
+def areas_by_plane(grid: BlockGrid) -> Tensor:
+    """int64 [planes, rows] Allowed pairs of every row of tiles, once for each pattern."""
+    return grid._plane_areas
+
+
+def runs_of_rows(runs: Runs, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """For some rows of tiles: place in `rows`, and index of the run, of each of their runs."""
+    first, last = runs.row_ptr[rows], runs.row_ptr[rows + 1]
+    which = torch.repeat_interleave(torch.arange(rows.numel()), last - first)
+    before = (last - first).cumsum(0) - (last - first)
+    return which, first[which] + torch.arange(which.numel()) - before[which]
+
+
+def unlinked_neighbours(grid: BlockGrid, planes: Sequence[int] | None = None) -> Tensor:
+    """int64 [n] Positions t such that t and t - 1 never see each other, in either direction.
+
+    Documents, chunks and branches begin at such positions.
+
+    Args:
+        grid: The mask.
+        planes: Those of its planes in which they don't; all of them by default.
+
+    >>> import flexcp
+    >>> unlinked_neighbours(flexcp.build_block_grid(flexcp.masks.document(lengths=[3, 2]), 5))
+    tensor([3])
+    """
+    graph = trace_mask(grid.mask.mask_mod)
+    later = torch.arange(1, min(grid.q_len, grid.kv_len))
+    for plane in range(len(grid.runs)) if planes is None else planes:
+        b, h = grid.planes.b[plane], grid.planes.h[plane]
+        strangers = [later[:0]]
+        for t in in_parts(later, _MOST_PAIRS):
+            q, kv = t + grid.q_start, t + grid.kv_start
+            linked = graph.evaluate(b, h, q, kv - 1) | graph.evaluate(b, h, q - 1, kv)
+            strangers.append(t[~linked.expand(t.shape)])
+        later = torch.cat(strangers)
+    return later

@@ -1,0 +1,324 @@
+"""Trying layouts and schedules, and keeping the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from flexcp.errors import FlexCPError
+from flexcp.layout import Layout, area_per_rank, dealt
+from flexcp.layout.balance.fill import fold
+from flexcp.layout.needed_rows import rows_in_tiles
+from flexcp.layout.work import Work
+from flexcp.plan.cost import Cost, price
+from flexcp.plan.prepared import Prepared
+from flexcp.plan.problem import Problem, named_layout, split_groups
+from flexcp.schedule import Schedule, make_schedule
+
+_DENSE = 0.2
+"""From this share of an all-gather on, rotating or gathering everything may be as good."""
+
+_CHUNKS, _MOST_LINES = 8, 1 << 21
+"""Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
+_MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 15, 1 << 17
+"""The same for single blocks: how many, times groups; and under masks by which all need all."""
+_RING = 128
+"""Groups up to which a ring is tried: it is never much better than an exchange."""
+_FLAT = 1.001
+"""Ranks that are as even as this need no other layout to be more so."""
+_GOOD = 1.0005
+"""What is as close as this to the best that a layout can do is left alone."""
+_FAR = 1.25
+"""Groups that are as much slower than others are not made faster by another layout."""
+_SEEN = 0.8
+"""How much is needed, at least, of the rows in the tiles that ranks look into."""
+_MORE_ROWS = 1.1
+"""Where heads are not shared and rows come from other nodes, no layout is tried by which ranks
+receive so many times more."""
+_HARDLY_MORE = 1.02
+"""What a halo exchange, or a schedule that fetches rows again in backward rather than keep them,
+may cost more."""
+_EVEN = 1.015
+"""Groups of ranks that are as even as this keep the layout that was made for the ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A layout with a schedule for every mask."""
+
+    layout: Layout
+    schedules: Mapping[str, Schedule]
+    costs: Mapping[str, Cost]
+
+    @property
+    def seconds(self) -> float:
+        """Sum over all masks."""
+        return sum(c.seconds for c in self.costs.values())
+
+    @property
+    def compute(self) -> float:
+        """The same without transfers."""
+        return sum(c.compute for c in self.costs.values())
+
+    @property
+    def if_even(self) -> float:
+        """The same if all had the same work and nothing were waited for."""
+        return sum(c.if_even for c in self.costs.values())
+
+    @property
+    def inner(self) -> int:
+        """Ranks that share heads."""
+        return next(iter(self.schedules.values())).inner
+
+    @property
+    def keeps_much(self) -> bool:
+        """Whether a rank keeps more rows of others until backward than it has itself."""
+        return any(
+            s.keeps_kv
+            and int(s.forward.moves.received(s.groups.ranks).max())
+            > int(s.groups.counts.max()) * s.groups.lanes
+            for s in self.schedules.values()
+        )
+
+    @property
+    def name(self) -> str:
+        """Layout and schedules, for a table."""
+        names = dict.fromkeys(describe(s) for s in self.schedules.values())
+        return f"{self.layout.name} + {', '.join(names)}"
+
+
+def describe(schedule: Schedule) -> str:
+    """The schedule's name, with its parts for a hybrid."""
+    how = schedule.between
+    if schedule.keeps_kv and how == "exchange":
+        how += " at once, kept" if schedule.forward.rounds == 1 else ", kept"
+    if schedule.name != "hybrid":
+        return how
+    return f"hybrid {schedule.groups.ranks} x {schedule.inner} ({how})"
+
+
+def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candidate]:
+    """The candidates that were priced: the chosen one, then the others, cheapest first."""
+    splits = _splits(problem, schedule)
+    chosen = (
+        layout if isinstance(layout, Layout) else named_layout(layout, problem, problem.ranks.size)
+    )
+    ready = Prepared.of(problem, chosen, schedule)
+    found: list[Candidate] = []
+    for inner in splits:
+        if not found or not _cannot_win(problem, found, ready, inner):
+            found.extend(_options(problem, ready, inner, schedule))
+    inner = min(found, key=lambda c: c.seconds).inner
+    if layout in ("auto", "balanced") and ready.is_uneven(inner, _EVEN) and inner > 1:
+        again = split_groups(named_layout("balanced", problem, problem.ranks.size // inner), inner)
+        ready = Prepared.of(problem, again, schedule)
+        found.extend(_options(problem, ready, inner, schedule))
+    if layout == "auto" and problem.ranks.size > 1 and chosen.lanes == 1:
+        tried = [n for n in dict.fromkeys((inner, 1)) if n in splits]
+        if ready.asks_for(_DENSE):
+            found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
+        less_local = _priced(problem, _folded(problem, ready), tried, found, schedule)
+        for split in tried:
+            groups = _blocks_dealt_to_groups(problem, ready, split, found)
+            if groups is not None:
+                prepared = Prepared.of(problem, split_groups(groups, split), schedule, split)
+                less_local.extend(_options(problem, prepared, split, schedule, few=True))
+        if _is_plain(ready.layout):  # a halo exchange, say: it stays one unless much is gained
+            best = min(c.seconds for c in found)
+            less_local = [c for c in less_local if c.seconds * _HARDLY_MORE < best]
+        found.extend(less_local)
+    return _modest_first(sorted(found, key=lambda c: c.seconds))
+
+
+def _priced(
+    problem: Problem,
+    layout: Layout | None,
+    splits: Sequence[int],
+    found: Sequence[Candidate],
+    schedule: str,
+) -> list[Candidate]:
+    """The candidates of another layout, if there is one, with all splits that may be cheaper."""
+    if layout is None:
+        return []
+    prepared = Prepared.of(problem, layout, schedule)
+    return [
+        candidate
+        for inner in splits
+        if not _cannot_win(problem, found, prepared, inner)
+        for candidate in _options(problem, prepared, inner, schedule)
+    ]
+
+
+def _modest_first(found: list[Candidate]) -> list[Candidate]:
+    """The cheapest first; or the cheapest that keeps little, if it costs hardly more."""
+    limit = found[0].seconds * _HARDLY_MORE
+    modest = (i for i, c in enumerate(found) if c.seconds <= limit and not c.keeps_much)
+    first = next(modest, 0)
+    return [found[first], *found[:first], *found[first + 1 :]]
+
+
+def _folded(problem: Problem, ready: Prepared) -> Layout | None:
+    """Perfectly even, where the balanced layout is in plain order and a little uneven."""
+    if not _is_plain(ready.layout) or not ready.is_uneven(1, _FLAT):
+        return None
+    return fold(Work.of(list(problem.grids.values())), problem.ranks.size)
+
+
+def _is_plain(layout: Layout) -> bool:
+    """Whether every rank has one stretch."""
+    return layout.rank.numel() <= layout.ranks
+
+
+def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
+    """Chunks dealt out by their work: every rank then has the same to do in every round."""
+    grids, ranks = list(problem.grids.values()), problem.ranks.size
+    work = Work.of(grids)
+    chunk = max(1, work.blocks.numel() // ranks // _CHUNKS)
+    if work.blocks.numel() // chunk * ranks > _MOST_LINES:
+        return None
+    found = dealt(work.blocks, work.seq_len, ranks, block_size=work.block, chunk=chunk)
+    areas = area_per_rank(grids, found).double()
+    within = int(found.counts.max()) - int(found.counts.min()) <= work.block
+    return found if within and float(areas.max()) <= _EVEN * float(areas.mean()) else None
+
+
+def _blocks_dealt_to_groups(
+    problem: Problem, ready: Prepared, inner: int, found: Sequence[Candidate]
+) -> Layout | None:
+    """Single blocks, dealt out to groups of `inner` ranks by their work, if that may be cheaper.
+
+    Groups receive more than under the balanced layout, but have the same to do in every round.
+    """
+    ranks, machine = problem.ranks.size, problem.machine
+    groups = ranks // inner
+    size = -(-problem.seq_len // problem.block) * groups
+    most = _MOST_DENSE_BLOCKS if ready.asks_for(_DENSE) else _MOST_BLOCKS
+    if groups == 1 or size > most:
+        return None
+    best = min(c.seconds for c in found)
+    same = [c for c in found if c.inner == inner and c.seconds < _FAR * best]
+    floor = min((c.if_even for c in same), default=best)
+    if floor * _GOOD >= best:
+        return None
+    layout = named_layout("ptrr", problem, groups)
+    if int(layout.counts.max()) * groups > _EVEN * problem.seq_len:
+        return None  # too few blocks
+    received = rows_in_tiles(list(problem.grids.values()), layout).double()
+    if inner == 1 and ranks > machine.ranks_per_node and ready.needs:
+        least = [needs.received.double() for needs in ready.needs.values()]
+        for of in (torch.max, torch.sum):
+            if float(of(received)) > _MORE_ROWS * max(float(of(rows)) for rows in least):
+                return None
+    wire = _SEEN * problem.seconds_from_other_nodes(float(received.max()), inner)
+    # Rows come in forward; in backward they may be kept, but their gradients leave.
+    return layout if max(2 * wire, floor + (1 - machine.hidden) * 2 * wire) < best else None
+
+
+def _splits(problem: Problem, schedule: str) -> list[int]:
+    """Ranks that share heads, in the candidates to try."""
+    size, heads = problem.ranks.size, problem.shape.num_heads
+    if schedule == "hybrid":
+        if len(problem.ranks.shape) != 2:
+            raise FlexCPError(
+                "a mesh of two dimensions for the hybrid schedule",
+                f"a mesh of shape {problem.ranks.shape}",
+                "pass a 2-D mesh, or a shape such as (4, 2): groups, and ranks that share heads; "
+                "schedule='auto' finds a split by itself",
+            )
+        return [problem.ranks.shape[1]]
+    if schedule == "ulysses":
+        return [size]
+    if schedule != "auto":
+        return [1]
+    if len(problem.ranks.shape) == 2:
+        return list(dict.fromkeys([1, problem.ranks.shape[1]]))
+    near = min(problem.machine.ranks_per_node, size)
+    splits = [n for n in range(2, min(size, heads) + 1) if size % n == 0]
+    # Splits that stay on a node first: if they are good, the others need not be tried.
+    return [*sorted(splits, key=lambda n: (n > near, -n if n <= near else n)), 1]
+
+
+def _options(
+    problem: Problem, prepared: Prepared, inner: int, schedule: str, *, few: bool = False
+) -> list[Candidate]:
+    """Each kind of schedule for all masks; with several masks, also the cheapest for each."""
+    table: dict[str, dict[str, tuple[Cost, Schedule]]] = {}
+    for name in problem.grids:
+        load = prepared.load_of(name, inner)
+        for option in _schedules(problem, prepared, name, inner, schedule, few):
+            cost = price(option, load, problem.machine, problem.shape)
+            table.setdefault(describe(option), {})[name] = (cost, option)
+    complete = [row for row in table.values() if len(row) == len(problem.grids)]
+    if len(problem.grids) > 1:
+        complete.append(
+            {
+                name: min((row[name] for row in table.values() if name in row), key=_seconds)
+                for name in problem.grids
+            }
+        )
+    return [
+        Candidate(
+            prepared.layout,
+            {n: s for n, (_, s) in row.items()},
+            {n: c for n, (c, _) in row.items()},
+        )
+        for row in complete
+    ]
+
+
+def _seconds(priced: tuple[Cost, Schedule]) -> float:
+    return priced[0].seconds
+
+
+def _schedules(
+    problem: Problem, prepared: Prepared, mask: str, inner: int, schedule: str, few: bool
+) -> Iterator[Schedule]:
+    layout, groups = prepared.layout, problem.ranks.size // inner
+    make = partial(
+        make_schedule,
+        grids=[problem.grids[mask]],
+        layout=layout,
+        num_heads=problem.shape.num_heads,
+        num_kv_heads=problem.shape.num_kv_heads,
+    )
+    if not prepared.needs:
+        yield make(schedule)
+        return
+    if groups == 1 and schedule != "hybrid" and layout.ranks > 1:
+        yield make("ulysses")
+        return
+    name = "hybrid" if inner > 1 or schedule == "hybrid" else "exchange"
+    needs = prepared.needs_of(mask, inner)
+    plain = make(name, inner=inner, needs=needs)
+    yield plain
+    if schedule not in ("auto", "hybrid") or groups == 1:
+        return
+    # Nothing beats an all-gather like gathering only what is needed.
+    yield plain.keeping()
+    if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
+        return
+    yield make(name, inner=inner, needs=needs, keep=True, at_once=True)
+    if needs.exceed(_DENSE) and groups <= _RING:
+        yield make("ring" if name == "exchange" else name, inner=inner, between="ring")
+
+
+def _cannot_win(problem: Problem, found: Sequence[Candidate], ready: Prepared, inner: int) -> bool:
+    """Whether a split can't be cheaper than the best so far, whatever its schedule."""
+    best = min(found, key=lambda c: c.seconds)
+    shape, machine = problem.shape, problem.machine
+    share = problem.seq_len / problem.ranks.size * shape.batch
+    if inner == 1:
+        # Rows that come from other nodes, once forward and once as gradients.
+        most = (float(needs.received.max()) for needs in ready.needs.values())
+        wire = 2 * sum(problem.seconds_from_other_nodes(rows, inner) for rows in most)
+        return max(wire, best.compute * 0.98 + (1 - machine.hidden) * wire) >= best.seconds
+    moved = share * (inner - 1) / inner * shape.q_bytes(shape.num_heads) * 4
+    near = min(inner, machine.ranks_per_node)
+    far = (inner - near) / (inner - 1)
+    wire = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
+    heads = -(-shape.num_heads // inner) * inner / shape.num_heads
+    least = len(problem.grids) * wire + best.compute * heads * 0.98
+    return least >= best.seconds

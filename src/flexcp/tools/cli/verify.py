@@ -1,0 +1,148 @@
+"""`flexcp verify`: does a model compute on ranks what it computes in one process?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexcp.errors import FlexCPError
+from flexcp.tools.cli.options import FLAG, Debug, Json, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def verify(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="`package.module:factory`, a function that builds the model; or, of Transformers, "
+            "a model type such as `llama` or `qwen3` (a tiny random one is made), or a folder "
+            "with a config.json.",
+            show_default=False,
+        ),
+    ],
+    tokens: Tokens = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the sequence.")] = 2,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MASK",
+            help="What may attend, as for `flexcp plan`. By default what the model says.",
+            show_default=False,
+        ),
+    ] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LENGTHS",
+            help="Packed documents, such as 40,25,32; positions start again in each.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="Your code of one rank: (model, batch, mesh) -> loss.",
+            show_default=False,
+        ),
+    ] = None,
+    single: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="Your code of one process: (model, batch) -> loss. By default --step on one rank.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="A function that returns the whole batch; random tokens by default.",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a random batch.")] = 1,
+    gradients: Annotated[
+        str,
+        typer.Option(help="What becomes of the ranks' gradients: summed, averaged or reduced."),
+    ] = "summed",
+    dtype: Annotated[
+        str, typer.Option(help="Type to convert the model to; `model` leaves it.")
+    ] = "auto",
+    layout: Annotated[str, typer.Option(help="As for `flexcp plan`; without --step.")] = "auto",
+    schedule: Annotated[str, typer.Option(help="As for `flexcp plan`; without --step.")] = "auto",
+    real: Annotated[
+        bool,
+        typer.Option("--real", metavar=FLAG, help="Ranks are processes over gloo, not simulated."),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="For weights and tokens.")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare a model on ranks with one process, and name the first thing that is wrong.
+
+    Loss, logits and every gradient are compared. Single tokens are changed, to see who notices.
+    Tokens, positions, labels and the weight of each token in the loss are looked at on every rank.
+
+    Exit code 0 if all checks passed, 1 if one failed.
+    """
+    lengths = _lengths(documents)
+    if tokens is not None and lengths and sum(lengths) != tokens:
+        raise FlexCPError(
+            f"documents of {tokens} tokens, as --tokens says",
+            f"{sum(lengths)}",
+            "leave --tokens out",
+        )
+    from flexcp.tools.cli.dtypes import dtype_of
+    from flexcp.tools.cli.masks import read_mask
+    from flexcp.tools.dotted import import_name
+    from flexcp.tools.verify import verify as run
+
+    rule: Any = None
+    if mask is not None:
+        read = read_mask(mask, tokens or sum(lengths) or None)
+        rule, tokens = read.mask, read.tokens
+    types: dict[str, Any] = {"auto": "auto", "model": None}
+    size: dict[str, Any] = {} if tokens is None else {"seq_len": tokens}
+    verdict = run(
+        model,
+        None if batch is None else import_name(batch)(),
+        parallel=None if step is None else import_name(step),
+        single=None if single is None else import_name(single),
+        mask=rule,
+        documents=lengths or None,
+        restart_positions=bool(lengths),
+        world_size=ranks,
+        ranks="gloo" if real else "simulated",
+        gradients=gradients,  # type: ignore[arg-type]
+        batch_size=batch_size,
+        dtype=types[dtype] if dtype in types else dtype_of(dtype),
+        layout=layout,
+        schedule=schedule,
+        seed=seed,
+        **size,
+    )
+    print(verdict.to_json() if as_json else verdict)
+    if verdict.error is not None and debug:
+        raise verdict.error
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+def _lengths(text: str | None) -> Sequence[int]:
+    """Document lengths as people type them.
+
+    >>> _lengths("40,25, 32")
+    [40, 25, 32]
+    """
+    if text is None:
+        return []
+    parts = text.replace("[", "").replace("]", "").split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise FlexCPError("lengths of documents", repr(text), "such as --documents 40,25,32")
+    return [int(part) for part in parts]

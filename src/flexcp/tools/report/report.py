@@ -1,0 +1,83 @@
+"""The report page: a plan in one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+
+from flexcp.plan import Plan
+from flexcp.tools.report.report_data import report_data
+from flexcp.tools.report.strategies import Strategy, strategies
+
+_SCRIPTS = ("data.js", "common.js", "matrix.js", "charts.js", "timeline.js", "main.js")
+
+
+def save_report(
+    plan: Plan,
+    path: str | Path,
+    *,
+    title: str = "",
+    notes: Sequence[str] = (),
+    compared: Sequence[Strategy] | None = None,
+) -> Path:
+    """Writes the page for a plan and returns where.
+
+    Args:
+        plan: What was chosen.
+        path: The HTML file.
+        title: The mask, as the reader knows it; its own name if not given.
+        notes: What the reader should know, in the page's last line.
+        compared: What can be chosen on the page, the plan itself first; see `strategies`.
+
+    >>> import flexcp, tempfile
+    >>> plan = flexcp.make_plan(flexcp.masks.causal(), 2048, 4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_report(plan, f"{folder}/report.html").stat().st_size > 10_000
+    True
+    """
+    path = Path(path)
+    path.write_text(
+        report_page(plan, title=title, notes=notes, compared=compared), encoding="utf-8"
+    )
+    return path
+
+
+def report_page(
+    plan: Plan,
+    *,
+    title: str = "",
+    notes: Sequence[str] = (),
+    compared: Sequence[Strategy] | None = None,
+) -> str:
+    """The page's text; see `save_report`."""
+    title = title or ", ".join(name or grid.mask.name for name, grid in plan.grids.items())
+    data = report_data(compared or strategies(plan), title=title, notes=notes)
+    data["version"] = _version()
+    parts = {
+        "title": escape(f"{title} on {plan.ranks.size} ranks · flexcp"),
+        "style": _asset("style.css"),
+        "script": "\n".join(_asset(name) for name in _SCRIPTS),
+        # Within a script element only "</" and "<!--" could end it.
+        "data": json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"),
+    }
+    page = _asset("page.html")
+    for name, text in parts.items():
+        before, mark, after = page.partition("{{" + name + "}}")
+        assert mark, f"page.html has no place for {name}"
+        page = before + text + after
+    return page
+
+
+def _asset(name: str) -> str:
+    return (files("flexcp.tools.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _version() -> str:
+    try:
+        return version("flexcp")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return ""

@@ -1,0 +1,54 @@
+"""AdamW with a short warm-up, a falling learning rate and clipped gradients."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from flexcp.tools.train.config import TrainConfig
+
+_CLIP = 1.0
+_LAST_SHARE = 0.1
+"""The last learning rate, as a part of the peak."""
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Weight decay for matrices, none for norms."""
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(0.9, 0.95),
+    )
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Of a step, counted from 1: up along a line, then down along a cosine.
+
+    >>> config = TrainConfig(steps=100, lr=1.0)
+    >>> [round(learning_rate(step, config), 2) for step in (1, 10, 55, 100)]
+    [0.1, 1.0, 0.55, 0.1]
+    """
+    warm_up = max(1, min(100, config.steps // 10))
+    if step <= warm_up:
+        return config.lr * step / warm_up
+    done = (step - warm_up) / max(config.steps - warm_up, 1)
+    share = _LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * done)) / 2
+    return config.lr * share
+
+
+def clip_and_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: TrainConfig
+) -> float:
+    """Applies the gradients, and clears them; returns their norm before clipping."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, config)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)
