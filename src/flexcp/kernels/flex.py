@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexcp.grid import BlockGrid
-from flexcp.kernels.prepared import outside_of_fake_tensors
+from flexcp.kernels.compiled_shapes import outside_of_fake_tensors
 from flexcp.kernels.score import ScoreFunction
 
 FlexAttention = Callable[..., tuple[Tensor, AuxOutput]]

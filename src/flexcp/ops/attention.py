@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.flex import flex_forward
 from flexcp.kernels.interface import allowed_pairs
-from flexcp.kernels.prepared import Prepared
-from flexcp.kernels.reference import accumulation_dtype, dense_attention
+from flexcp.kernels.merge import accumulation_dtype
+from flexcp.kernels.reference import dense_attention
 from flexcp.kernels.registry import Choice, choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
 from flexcp.ops.autocast import autocast
@@ -162,7 +163,7 @@ def _traced(positions: object, attend: Callable[..., Any], *arguments: Any, **op
 
 def _run(
     choice: Choice,
-    prepared: Prepared,
+    prepared: CompiledShapes,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -185,7 +186,7 @@ def _run(
 
 
 def _run_reference(
-    prepared: Prepared,
+    prepared: CompiledShapes,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels import flash
+from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.interface import Partial
-from flexcp.kernels.merge import add_sinks, sinks_gradient
-from flexcp.kernels.prepared import Prepared
-from flexcp.kernels.reference import accumulation_dtype
+from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
 from flexcp.kernels.score import ScoreMod
 
 
@@ -22,7 +21,7 @@ from flexcp.kernels.score import ScoreMod
 class Call:
     """Everything about an attention call that is not a differentiable tensor."""
 
-    prepared: Prepared
+    prepared: CompiledShapes
     scale: float
     fused: FusedOp | None
     score_mod: ScoreMod | None

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.graph_handles import owner_of
-from flexcp.kernels.prepared import Prepared
-from flexcp.kernels.reference import accumulation_dtype
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.registry import choose
 from flexcp.masks import Mask
 from flexcp.ops.autograd import Call, run_backward, run_forward
@@ -83,7 +83,7 @@ def _call(
     block_mask: Any = None
     if mask != _NO_MASK:
         block_mask = _constants[mask] if handle is None else owner_of(handle)
-    prepared: Prepared = prepare(block_mask, q, k)
+    prepared: CompiledShapes = prepare(block_mask, q, k)
     # Not "flex", the default on CUDA: it would have to be compiled into the graph by itself.
     choice = choose(q, v, max_scores=wants_max, kernel="flash" if kernel is None else kernel)
     return Call(prepared, scale, choice.fused, None, wants_max)

@@ -16,8 +16,7 @@ from torch import Tensor
 from flexcp.comm import Pending, Transport
 from flexcp.kernels import flash
 from flexcp.kernels.fused import FusedOp
-from flexcp.kernels.merge import merge_into
-from flexcp.kernels.reference import accumulation_dtype
+from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.score import ScoreMod
 from flexcp.ops.rank_program import Lane, Message, Pick, RankProgram, Round
 from flexcp.ops.rows import ROW, Rows, add_picked, joined, picked

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexcp.graph_handles import owner_of
-from flexcp.kernels.reference import accumulation_dtype
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.ops.agreement import refusing
 from flexcp.ops.executor import Kept
 from flexcp.ops.passes import Call, Saved, backward_pass, forward_pass, prepare_call

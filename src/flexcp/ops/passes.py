@@ -12,8 +12,7 @@ from torch import Tensor
 from flexcp.comm import Transport
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
-from flexcp.kernels.merge import add_sinks, sinks_gradient
-from flexcp.kernels.reference import accumulation_dtype
+from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
 from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
 from flexcp.ops.agreement import EXTRAS, agree_on_call, facts_of

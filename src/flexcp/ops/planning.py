@@ -13,8 +13,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid, build_block_grid
+from flexcp.kernels.compiled_shapes import (
+    CompiledShapes,
+    compiled_shapes_of,
+    outside_of_fake_tensors,
+)
 from flexcp.kernels.interface import full_shapes
-from flexcp.kernels.prepared import Prepared, outside_of_fake_tensors, prepared_for
 from flexcp.masks import Mask
 from flexcp.ops.checks import check_mask_size
 
@@ -24,12 +28,12 @@ _KEPT_GRIDS = 16
 MaskLike = BlockMask | BlockGrid | Mask | Callable[..., Tensor]
 
 
-def prepare(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> Prepared:
+def prepare(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> CompiledShapes:
     """The shapes of a mask for these tensors, made on first use and kept with the mask object."""
     if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
         return _full(query.shape[2], key.shape[2])
     with _outside_of_transforms(), outside_of_fake_tensors():
-        return prepared_for(as_grid(block_mask, query, key))
+        return compiled_shapes_of(as_grid(block_mask, query, key))
 
 
 def _outside_of_transforms() -> AbstractContextManager[object]:
@@ -43,8 +47,8 @@ def _outside_of_transforms() -> AbstractContextManager[object]:
 
 
 @lru_cache(maxsize=64)
-def _full(q_len: int, kv_len: int) -> Prepared:
-    return Prepared(full_shapes(q_len, kv_len))
+def _full(q_len: int, kv_len: int) -> CompiledShapes:
+    return CompiledShapes(full_shapes(q_len, kv_len))
 
 
 def as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:

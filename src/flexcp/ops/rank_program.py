@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flexcp.grid import BlockGrid
-from flexcp.kernels.prepared import Prepared
-from flexcp.kernels.ranges import row_ranges
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.key_ranges import key_ranges_of
 from flexcp.kernels.shapes import shapes_from_ranges
 from flexcp.schedule import Schedule
 from flexcp.schedule.tables import Step
@@ -77,7 +77,7 @@ class Lane:
     """Which batch element; None for all."""
     keys: Tensor
     """int64 [n] Which of the round's rows are its keys."""
-    prepared: Prepared
+    prepared: CompiledShapes
     """What to compute, in rows of its queries and keys."""
 
 
@@ -159,7 +159,7 @@ class Work:
         grid = _of_heads(grid, schedule.heads[place].q) if schedule.inner > 1 else grid
         elements = range(self._lanes) if self._lanes > 1 else ()
         self._grids = [_of_element(grid, b) for b in elements] or [grid]
-        self._ranges = [row_ranges(g) for g in self._grids]
+        self._ranges = [key_ranges_of(g) for g in self._grids]
 
     def lanes(self, rows: Tensor) -> tuple[Lane, ...]:
         """What the rank computes against these rows."""
@@ -175,7 +175,7 @@ class Work:
                 kv_positions=rows[inside] - b * self._seq_len,
             )
             if any(plane.slabs or plane.tiles for plane in shapes.planes):
-                found.append(Lane(None if self._lanes == 1 else b, inside, Prepared(shapes)))
+                found.append(Lane(None if self._lanes == 1 else b, inside, CompiledShapes(shapes)))
         return tuple(found)
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.head_groups import HeadGroup, select
 from flexcp.kernels.interface import Plane
-from flexcp.kernels.lanes import Lane, select
-from flexcp.kernels.prepared import Prepared
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.program import forbidden_columns
-from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.planning import MaskLike, prepare
 
@@ -40,18 +40,18 @@ class _Block:
 class TracedPlan:
     """What a graph computes: which rows against which keys, block by block."""
 
-    lanes: tuple[Lane, ...]
+    lanes: tuple[HeadGroup, ...]
     blocks: tuple[tuple[_Block, ...], ...]
     """Of each plane."""
     q_positions: Tensor
     kv_positions: Tensor
 
 
-def traced_plan(prepared: Prepared, q_len: int, *sizes: int) -> TracedPlan:
+def traced_plan(prepared: CompiledShapes, q_len: int, *sizes: int) -> TracedPlan:
     """The plan for tensors with so many batch elements, query heads and kv heads."""
     cpu = torch.device("cpu")
     return TracedPlan(
-        prepared.lanes(*sizes),
+        prepared.head_groups(*sizes),
         tuple(tuple(_blocks(plane, q_len)) for plane in prepared.shapes.planes),
         prepared.positions("q", cpu),
         prepared.positions("kv", cpu),
@@ -146,7 +146,7 @@ def _in_order(parts: tuple[Tensor, ...], place: list[int], heads: int) -> Tensor
 
 def _run_lane(
     plan: TracedPlan,
-    lane: Lane,
+    lane: HeadGroup,
     query: Tensor,
     key: Tensor,
     value: Tensor,

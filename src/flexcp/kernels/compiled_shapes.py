@@ -1,4 +1,4 @@
-"""Prepared shapes: the programs and lanes of a mask, made on first use and kept with it."""
+"""Compiled shapes: what a kernel runs for a mask, made on first use and kept for the next call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flexcp.grid import BlockGrid
+from flexcp.kernels.head_groups import HeadGroup, head_groups_of
 from flexcp.kernels.interface import Shapes
-from flexcp.kernels.lanes import Lane, lanes_of
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
 
@@ -23,23 +23,23 @@ def outside_of_fake_tensors() -> AbstractContextManager[object]:
     return unset_fake_temporarily()
 
 
-class Prepared:
-    """Shapes, with everything derived from them that the next call can use again.
+class CompiledShapes:
+    """Shapes and what calls derive from them: programs, head groups and positions on a device.
 
     >>> from flexcp.kernels.interface import causal_shapes
-    >>> prepared = Prepared(causal_shapes(64))
-    >>> prepared.program(0, fused=True) is prepared.program(0, fused=True)
+    >>> compiled = CompiledShapes(causal_shapes(64))
+    >>> compiled.program(0, fused=True) is compiled.program(0, fused=True)
     True
     """
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._lanes: dict[tuple[int, int, int], tuple[Lane, ...]] = {}
+        self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
 
     def program(self, plane: int, *, fused: bool) -> Program:
-        """The pieces of a plane, with or without fused ops."""
+        """What runs for the pairs of a plane, with or without fused ops for large rectangles."""
         key = (plane, fused)
         if key not in self._programs:
             with outside_of_fake_tensors():
@@ -47,15 +47,15 @@ class Prepared:
             self._programs[key] = made
         return self._programs[key]
 
-    def lanes(self, batch: int, q_heads: int, kv_heads: int) -> tuple[Lane, ...]:
-        """The batch elements and heads that run together."""
+    def head_groups(self, batch: int, q_heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
+        """The batch elements and heads of tensors of these sizes that run together."""
         key = (batch, q_heads, kv_heads)
-        if key not in self._lanes:
-            self._lanes[key] = lanes_of(self.shapes, *key)
-        return self._lanes[key]
+        if key not in self._head_groups:
+            self._head_groups[key] = head_groups_of(self.shapes, *key)
+        return self._head_groups[key]
 
     def positions(self, which: str, device: torch.device) -> Tensor:
-        """int64 Global positions of the rows of "q" or "kv"."""
+        """int64 [L] Global position of each query row ("q") or key ("kv"), on a device."""
         key = (which, device)
         found = self._positions.get(key)
         if found is None:
@@ -68,17 +68,17 @@ class Prepared:
         return found
 
 
-def prepared_for(grid: BlockGrid) -> Prepared:
-    """What a grid's mask takes to compute; derived once and kept with the grid.
+def compiled_shapes_of(grid: BlockGrid) -> CompiledShapes:
+    """The shapes of a grid's mask, compiled once and kept with the grid.
 
     >>> import flexcp
     >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 300)
-    >>> prepared_for(grid) is prepared_for(grid)
+    >>> compiled_shapes_of(grid) is compiled_shapes_of(grid)
     True
     """
     kept = vars(grid).get("_prepared")
-    if isinstance(kept, Prepared):
+    if isinstance(kept, CompiledShapes):
         return kept
-    made = Prepared(shapes_of(grid))
+    made = CompiledShapes(shapes_of(grid))
     vars(grid)["_prepared"] = made  # as functools.cached_property does; it dies with the grid
     return made

@@ -1,4 +1,4 @@
-"""Row ranges: the keys that each query sees, as few ranges, at the precision of single tokens.
+"""Key ranges: the keys that each query row sees, as few ranges, at the precision of tokens.
 
 A BlockGrid knows tiles. Here its partial tiles are evaluated, once, and what every row sees is
 joined across tile borders. Tiles without a pattern (many short ranges in a row) keep their bits.
@@ -22,8 +22,8 @@ _RANGES_PER_ROW = 2
 
 
 @dataclass(frozen=True, eq=False)
-class RowRanges:
-    """What each row of each plane of a grid sees, in rows and columns of the grid."""
+class KeyRanges:
+    """The ranges of keys that each row of each plane of a grid sees, counted within the grid."""
 
     planes: int
     q_len: int
@@ -44,7 +44,7 @@ class RowRanges:
     """bool [t, bq, bk] The bits; False beyond the ends of the grid."""
 
 
-def row_ranges(grid: BlockGrid) -> RowRanges:
+def key_ranges_of(grid: BlockGrid) -> KeyRanges:
     """Evaluates the partial tiles of `grid` and joins what each row sees into ranges."""
     bq, bk = grid.block_size
     graph = trace_mask(grid.mask.mask_mod)
@@ -61,7 +61,7 @@ def row_ranges(grid: BlockGrid) -> RowRanges:
     row, start, stop = (torch.cat(parts) for parts in zip(*found, strict=True))
     row, start, stop = joined(row, start, stop)
     where, bits = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    return RowRanges(
+    return KeyRanges(
         len(grid.runs),
         grid.q_len,
         grid.kv_len,

@@ -1,4 +1,4 @@
-"""Lanes: the batch elements and heads that share a pattern, as sub-tensors to run at once."""
+"""Head groups: the batch elements and heads that share a mask plane, run as one sub-tensor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flexcp.kernels.interface import Shapes
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A rectangle of batch elements and heads with one pattern.
+class HeadGroup:
+    """Batch elements and heads that share a plane and run together.
 
-    `q_heads` holds as many heads for each of `kv_heads`, in their order.
+    Each of `kv_heads` serves the same number of `q_heads`, which are in the order of KV heads.
     """
 
     plane: int
@@ -24,12 +24,14 @@ class Lane:
     kv_heads: tuple[int, ...]
 
 
-def lanes_of(shapes: Shapes, batch: int, q_heads: int, kv_heads: int) -> tuple[Lane, ...]:
-    """Every batch element and head in exactly one lane.
+def head_groups_of(
+    shapes: Shapes, batch: int, q_heads: int, kv_heads: int
+) -> tuple[HeadGroup, ...]:
+    """The head groups of a call: every batch element and head is in exactly one.
 
     >>> from flexcp.kernels.interface import full_shapes
-    >>> lanes_of(full_shapes(8, 8), 2, 4, 2)
-    (Lane(plane=0, batches=(0, 1), q_heads=(0, 1, 2, 3), kv_heads=(0, 1)),)
+    >>> head_groups_of(full_shapes(8, 8), 2, 4, 2)
+    (HeadGroup(plane=0, batches=(0, 1), q_heads=(0, 1, 2, 3), kv_heads=(0, 1)),)
     """
     group = q_heads // kv_heads
     found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
@@ -42,12 +44,12 @@ def lanes_of(shapes: Shapes, batch: int, q_heads: int, kv_heads: int) -> tuple[L
             for chosen, kv in _evenly_grouped(heads, group):
                 found[(plane, chosen, kv)].append(b)
     return tuple(
-        Lane(plane, tuple(batches), heads, kv) for (plane, heads, kv), batches in found.items()
+        HeadGroup(plane, tuple(batches), heads, kv) for (plane, heads, kv), batches in found.items()
     )
 
 
 def _evenly_grouped(heads: list[int], group: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Query heads by how many of them share a key head, with those key heads."""
+    """Query heads and their KV heads, split so that all KV heads of a part serve equally many."""
     members: dict[int, list[int]] = defaultdict(list)
     for h in heads:
         members[h // group].append(h)
