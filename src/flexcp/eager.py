@@ -1,10 +1,11 @@
-"""Functions that plan: on the CPU, and under torch.compile as they are instead of traced."""
+"""Functions that plan: on real CPU tensors, and under torch.compile as they are, not traced."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -42,3 +43,15 @@ def run_eagerly_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
         return disabled[0](*args, **kwargs)
 
     return run
+
+
+def outside_of_fake_tensors() -> AbstractContextManager[object]:
+    """Masks are looked at for real, also where the tensors have shapes and no numbers."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    ):
+        return nullcontext()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()

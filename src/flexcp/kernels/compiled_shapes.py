@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
+from flexcp.eager import outside_of_fake_tensors
 from flexcp.grid import BlockGrid
 from flexcp.kernels.head_groups import HeadGroup, head_groups_of
 from flexcp.kernels.interface import Shapes
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
-
-
-def outside_of_fake_tensors() -> AbstractContextManager[object]:
-    """Masks are looked at for real, also where the tensors have shapes and no numbers."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-        return nullcontext()
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
 
 
 class CompiledShapes:

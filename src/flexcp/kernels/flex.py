@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from flexcp.eager import outside_of_fake_tensors
 from flexcp.grid import BlockGrid
-from flexcp.kernels.compiled_shapes import outside_of_fake_tensors
 from flexcp.kernels.score import ScoreFunction
 
 FlexAttention = Callable[..., tuple[Tensor, AuxOutput]]

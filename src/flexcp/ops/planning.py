@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexcp.eager import outside_of_fake_tensors
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid, build_block_grid
 from flexcp.kernels.compiled_shapes import (
     CompiledShapes,
     compiled_shapes_of,
-    outside_of_fake_tensors,
 )
 from flexcp.kernels.interface import full_shapes
 from flexcp.masks import Mask

@@ -1,0 +1,126 @@
+"""Caches that are declared, typed and bounded: with the value they belong to, or by bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+Kind = TypeVar("Kind")
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class Derived:
+    """What later stages work out from a value, kept with it: one object of each kind.
+
+    It is a field of the value that it belongs to, and dies with it.
+
+    >>> derived = Derived()
+    >>> derived.once(list, lambda: [1, 2]) is derived.once(list, lambda: [3])
+    True
+    """
+
+    __slots__ = ("_by_kind",)
+
+    def __init__(self) -> None:
+        self._by_kind: dict[type[Any], Any] = {}
+
+    def once(self, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
+        """The object of this kind, made on first use."""
+        found: Kind | None = self._by_kind.get(kind)
+        if found is None:
+            # Two threads may both make it; both then use the first that was stored.
+            found = self._by_kind.setdefault(kind, make())
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept, as far as it says how many."""
+        return sum(getattr(kept, "nbytes", 0) for kept in tuple(self._by_kind.values()))
+
+
+class LastUsed(Generic[Key, Value]):
+    """A map that forgets what was used longest ago, beyond a number of entries.
+
+    >>> sizes = LastUsed[str, int](most=2)
+    >>> for name in "abc":
+    ...     sizes[name] = ord(name)
+    >>> list(sizes)
+    ['b', 'c']
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        """What is kept under a key; None if nothing is."""
+        found = self._kept.get(key)
+        if found is not None and next(reversed(self._kept)) != key:
+            self._kept.move_to_end(key)
+        return found
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        self._kept[key] = value
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(tuple(self._kept))
+
+    def values(self) -> tuple[Value, ...]:
+        """All that is kept, what was used longest ago first."""
+        return tuple(self._kept.values())
+
+
+class BoundedByBytes(Generic[Key, Value]):
+    """A map that forgets what was used longest ago, beyond a number of bytes.
+
+    Sizes are asked for whenever something is added, since what is kept may grow with use.
+
+    >>> kept = BoundedByBytes[str, bytes](most_bytes=5, size_of=lambda key, value: len(value))
+    >>> for name in ("ab", "cd", "ef"):
+    ...     _ = kept.add(name, name.encode())
+    >>> [kept.get(name) for name in ("ab", "cd", "ef")]
+    [None, b'cd', b'ef']
+    """
+
+    def __init__(self, most_bytes: int, size_of: Callable[[Key, Value], int]) -> None:
+        self._most_bytes = most_bytes
+        self._size_of = size_of
+        self._kept: OrderedDict[Key, Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> Value | None:
+        """What is kept under a key; None if nothing is."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            return found
+
+    def add(self, key: Key, value: Value) -> Value:
+        """Keeps a value, unless it is too large by itself; returns the one kept first, if any."""
+        with self._lock:
+            found = self._kept.setdefault(key, value)
+            sizes = {k: self._size_of(k, v) for k, v in self._kept.items()}
+            total = sum(sizes.values())
+            for oldest in tuple(self._kept):
+                if total <= self._most_bytes:
+                    break
+                total -= sizes[oldest]
+                del self._kept[oldest]
+            return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        with self._lock:
+            return sum(self._size_of(k, v) for k, v in self._kept.items())
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._kept.clear()
