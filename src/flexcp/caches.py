@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 Kind = TypeVar("Kind")
@@ -41,54 +41,50 @@ class Derived:
         return sum(getattr(kept, "nbytes", 0) for kept in tuple(self._by_kind.values()))
 
 
-class LastUsed(Generic[Key, Value]):
-    """A map that forgets what was used longest ago, beyond a number of entries.
+class Newest(Generic[Key, Value]):
+    """A map that forgets what was added longest ago, beyond a number of entries.
 
-    >>> sizes = LastUsed[str, int](most=2)
+    >>> sizes = Newest[str, int](most=2)
     >>> for name in "abc":
-    ...     sizes[name] = ord(name)
-    >>> list(sizes)
-    ['b', 'c']
+    ...     sizes.add(name, ord(name))
+    >>> [sizes.get(name) for name in "abc"]
+    [None, 98, 99]
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: OrderedDict[Key, Value] = OrderedDict()
+        self._kept: dict[Key, Value] = {}
+        self._lock = threading.Lock()
 
     def get(self, key: Key) -> Value | None:
         """What is kept under a key; None if nothing is."""
-        found = self._kept.get(key)
-        if found is not None and next(reversed(self._kept)) != key:
-            self._kept.move_to_end(key)
-        return found
+        return self._kept.get(key)
 
-    def __setitem__(self, key: Key, value: Value) -> None:
-        self._kept[key] = value
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(tuple(self._kept))
-
-    def values(self) -> tuple[Value, ...]:
-        """All that is kept, what was used longest ago first."""
-        return tuple(self._kept.values())
+    def add(self, key: Key, value: Value) -> None:
+        """Keeps a value under a key."""
+        with self._lock:
+            self._kept[key] = value
+            while len(self._kept) > self._most:
+                del self._kept[next(iter(self._kept))]
 
 
 class BoundedByBytes(Generic[Key, Value]):
-    """A map that forgets what was used longest ago, beyond a number of bytes.
+    """A map that forgets what was used longest ago, beyond a number of bytes or of entries.
 
     Sizes are asked for whenever something is added, since what is kept may grow with use.
 
-    >>> kept = BoundedByBytes[str, bytes](most_bytes=5, size_of=lambda key, value: len(value))
+    >>> kept = BoundedByBytes[str, bytes](5, size_of=lambda key, value: len(value))
     >>> for name in ("ab", "cd", "ef"):
     ...     _ = kept.add(name, name.encode())
     >>> [kept.get(name) for name in ("ab", "cd", "ef")]
     [None, b'cd', b'ef']
     """
 
-    def __init__(self, most_bytes: int, size_of: Callable[[Key, Value], int]) -> None:
+    def __init__(
+        self, most_bytes: int, size_of: Callable[[Key, Value], int], *, most_entries: int = 128
+    ) -> None:
         self._most_bytes = most_bytes
+        self._most_entries = most_entries
         self._size_of = size_of
         self._kept: OrderedDict[Key, Value] = OrderedDict()
         self._lock = threading.Lock()
@@ -105,13 +101,12 @@ class BoundedByBytes(Generic[Key, Value]):
         """Keeps a value, unless it is too large by itself; returns the one kept first, if any."""
         with self._lock:
             found = self._kept.setdefault(key, value)
+            self._kept.move_to_end(key)
             sizes = {k: self._size_of(k, v) for k, v in self._kept.items()}
             total = sum(sizes.values())
-            for oldest in tuple(self._kept):
-                if total <= self._most_bytes:
-                    break
+            while self._kept and (total > self._most_bytes or len(self._kept) > self._most_entries):
+                oldest, _ = self._kept.popitem(last=False)
                 total -= sizes[oldest]
-                del self._kept[oldest]
             return found
 
     @property

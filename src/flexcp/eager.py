@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -55,3 +55,23 @@ def outside_of_fake_tensors() -> AbstractContextManager[object]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+@contextmanager
+def tensors_to_keep() -> Iterator[None]:
+    """What is made inside serves any later call: real tensors, and none of inference mode.
+
+    A tensor that was made in inference mode can't take part in a later training step.
+    """
+    with outside_of_fake_tensors(), outside_of_inference_mode():
+        yield
+
+
+@contextmanager
+def outside_of_inference_mode() -> Iterator[None]:
+    """Ordinary tensors are made inside, without recording gradients."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

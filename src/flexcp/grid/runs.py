@@ -47,6 +47,11 @@ class Runs:
     def __len__(self) -> int:
         return self.row.numel()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the runs."""
+        return sum(x.nbytes for x in (self.row, self.start, self.stop, self.kind))
+
     @cached_property
     def row_ptr(self) -> Tensor:
         """int64 [rows + 1] Row i has the runs row_ptr[i] .. row_ptr[i + 1] - 1."""

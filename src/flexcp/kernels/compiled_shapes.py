@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexcp.eager import outside_of_fake_tensors
+from flexcp.eager import outside_of_inference_mode, tensors_to_keep
 from flexcp.grid import BlockGrid
 from flexcp.kernels.head_groups import HeadGroup, head_groups_of
 from flexcp.kernels.interface import Shapes
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
+
+_SLAB_BYTES = 250
+"""What a slab takes, as an object with six integers."""
 
 
 class CompiledShapes:
@@ -24,6 +27,10 @@ class CompiledShapes:
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
+        self._shapes_nbytes = sum(
+            _SLAB_BYTES * len(plane.slabs) + sum(tile.bits.nbytes for tile in plane.tiles)
+            for plane in shapes.planes
+        )
         self._programs: dict[tuple[int, bool], Program] = {}
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
@@ -32,7 +39,7 @@ class CompiledShapes:
         """What runs for the pairs of a plane, with or without fused ops for large rectangles."""
         key = (plane, fused)
         if key not in self._programs:
-            with outside_of_fake_tensors():
+            with tensors_to_keep():
                 made = make_program(self.shapes.planes[plane], self.shapes.q_len, fused=fused)
             self._programs[key] = made
         return self._programs[key]
@@ -52,10 +59,18 @@ class CompiledShapes:
             shapes = self.shapes
             given = shapes.q_positions if which == "q" else shapes.kv_positions
             length = shapes.q_len if which == "q" else shapes.kv_len
-            found = (torch.arange(length) if given is None else given).to(device)
+            with outside_of_inference_mode():
+                found = (torch.arange(length) if given is None else given).to(device)
             if type(found) is Tensor:  # nothing that a FakeTensorMode made outlives it
                 self._positions[key] = found
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shapes and programs, about."""
+        programs = sum(program.nbytes for program in tuple(self._programs.values()))
+        positions = sum(tensor.nbytes for tensor in tuple(self._positions.values()))
+        return self._shapes_nbytes + programs + positions
 
 
 def compiled_shapes_of(grid: BlockGrid) -> CompiledShapes:
@@ -66,9 +81,9 @@ def compiled_shapes_of(grid: BlockGrid) -> CompiledShapes:
     >>> compiled_shapes_of(grid) is compiled_shapes_of(grid)
     True
     """
-    kept = vars(grid).get("_prepared")
-    if isinstance(kept, CompiledShapes):
-        return kept
-    made = CompiledShapes(shapes_of(grid))
-    vars(grid)["_prepared"] = made  # as functools.cached_property does; it dies with the grid
-    return made
+    return grid.derived.once(CompiledShapes, lambda: _compiled(grid))
+
+
+def _compiled(grid: BlockGrid) -> CompiledShapes:
+    with tensors_to_keep():
+        return CompiledShapes(shapes_of(grid))

@@ -20,6 +20,8 @@ from flexcp.kernels.interface import Plane, Slab
 
 _STRIP_PAIRS = STRIP_ROWS * 4096
 """A strip with more pairs is cut into several ranges of keys."""
+_PIECE_BYTES = 400
+"""What a piece takes, as an object with ten fields."""
 _PADDING = 16
 """Added to rows of 256, 512, ... scores: the columns of such rows share a few cache lines."""
 
@@ -112,11 +114,16 @@ class Program:
     """The pieces that batched matrix products compute."""
     strip_sizes: StripSizes = field(init=False)
     """What the strips need of memory."""
+    nbytes: int = field(init=False)
+    """Bytes of the pieces, and of their forbidden pairs as bits and as float32 biases, about."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rectangles", tuple(p for p in self.pieces if p.fused))
         object.__setattr__(self, "strips", tuple(p for p in self.pieces if not p.fused))
         object.__setattr__(self, "strip_sizes", StripSizes.of(self.strips))
+        edges = {id(edge): edge.pairs.numel() for p in self.pieces for edge in p.forbidden}
+        nbytes = _PIECE_BYTES * len(self.pieces) + (1 + 4) * sum(edges.values())
+        object.__setattr__(self, "nbytes", nbytes)
 
     @property
     def computed(self) -> int:

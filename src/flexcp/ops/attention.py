@@ -21,8 +21,8 @@ from flexcp.ops.autocast import autocast
 from flexcp.ops.autograd import Attention, Call
 from flexcp.ops.checks import check_sinks, check_tensors
 from flexcp.ops.compiled import compiled_attention
+from flexcp.ops.mask_cache import MaskLike, as_grid, compiled_shapes_for
 from flexcp.ops.overridable import overridable
-from flexcp.ops.planning import MaskLike, as_grid, prepare
 from flexcp.ops.positions import Tracing, looking_up, on_global_positions, positions_of
 from flexcp.ops.traced import traced_attention
 
@@ -130,7 +130,7 @@ def flex_attention(
             )
             highest = query.new_empty(0) if most is None else most
         else:
-            prepared = prepare(block_mask, query, key)
+            prepared = compiled_shapes_for(block_mask, query, key)
             mod = _translated(score_mod, positions, on_global_positions)
             out, lse, highest = _run(
                 choice, prepared, query, key, value, mod, scale, sinks, wants_max

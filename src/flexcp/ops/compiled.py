@@ -19,7 +19,7 @@ from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.registry import choose
 from flexcp.masks import Mask
 from flexcp.ops.autograd import Call, run_backward, run_forward
-from flexcp.ops.planning import MaskLike, prepare
+from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 
 # Compiled graphs refer to these for as long as the process lives.
 _constants: list[object] = []
@@ -83,7 +83,7 @@ def _call(
     block_mask: Any = None
     if mask != _NO_MASK:
         block_mask = _constants[mask] if handle is None else owner_of(handle)
-    prepared: CompiledShapes = prepare(block_mask, q, k)
+    prepared: CompiledShapes = compiled_shapes_for(block_mask, q, k)
     # Not "flex", the default on CUDA: it would have to be compiled into the graph by itself.
     choice = choose(q, v, max_scores=wants_max, kernel="flash" if kernel is None else kernel)
     return Call(prepared, scale, choice.fused, None, wants_max)

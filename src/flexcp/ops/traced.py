@@ -19,7 +19,7 @@ from flexcp.kernels.interface import Plane
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.program import forbidden_columns
 from flexcp.kernels.score import ScoreFunction
-from flexcp.ops.planning import MaskLike, prepare
+from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 
 _ROWS = 256
 
@@ -62,7 +62,7 @@ def _plan(block_mask: MaskLike | None, *sizes: int) -> TracedPlan:
     batch, heads, q_len, kv_heads, kv_len = sizes
     query = torch.empty(batch, heads, q_len, 1, device="meta")
     key = torch.empty(batch, kv_heads, kv_len, 1, device="meta")
-    return traced_plan(prepare(block_mask, query, key), q_len, batch, heads, kv_heads)
+    return traced_plan(compiled_shapes_for(block_mask, query, key), q_len, batch, heads, kv_heads)
 
 
 # What `torch._dynamo.assume_constant_result` does, without importing dynamo.

@@ -45,6 +45,11 @@ class Planes:
     def __len__(self) -> int:
         return self.b.numel()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.b.nbytes + self.h.nbytes + self.of.nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class MeasuredMask:
