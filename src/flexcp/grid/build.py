@@ -6,8 +6,9 @@ from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError, whole_number
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import Descent
-from flexcp.grid.analysis.measured import Planes, measure_mask
+from flexcp.grid.analysis.measured import measure_mask
 from flexcp.grid.grid import BlockGrid
+from flexcp.grid.planes import Planes
 from flexcp.masks import Mask, MaskMod, as_mask, trace_mask
 
 

@@ -16,8 +16,8 @@ from flexcp.graph_handles import new_graph_handle
 from flexcp.grid.analysis.area import partial_areas
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import Effort
-from flexcp.grid.analysis.measured import Planes
 from flexcp.grid.picture import as_text, coverage
+from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
 from flexcp.masks import Mask
 

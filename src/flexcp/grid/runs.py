@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexcp.grid.analysis.pick import pick
+from flexcp.grid.analysis.indexing import pick
 
 
 class BlockKind(IntEnum):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.analysis.axis import Axis
+from flexcp.grid.analysis.indexing import in_parts
 from flexcp.grid.analysis.measured import measure_mask, run_mask
-from flexcp.grid.analysis.pick import in_parts
 from flexcp.grid.rows import runs_of_rows
 from flexcp.layout.layout import Layout
 from flexcp.layout.row_sets import RowSets, cut, expand, row_sets, without

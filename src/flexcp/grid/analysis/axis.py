@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import pick
 from flexcp.grid.analysis.lookup import as_bound, value_extremes
-from flexcp.grid.analysis.pick import pick
 from flexcp.grid.analysis.ranges import EXACT, Range
 
 _CHUNK = 30_000

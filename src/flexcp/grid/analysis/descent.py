@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import in_parts, pick
 from flexcp.grid.analysis.measured import MeasuredMask
-from flexcp.grid.analysis.pick import in_parts, pick
 from flexcp.grid.runs import BlockKind, Runs, joined
 
 _MOST_RECTANGLES = 1 << 16

@@ -1,4 +1,4 @@
-"""A traced mask together with the axes it is looked at on: ranges of rectangles, exact values."""
+"""A measured mask: its values along each axis, from which ranges on rectangles follow."""
 
 from __future__ import annotations
 
@@ -10,45 +10,16 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.grid.analysis.axis import Axis, Pyramid, measure
+from flexcp.grid.analysis.indexing import in_parts, pick
 from flexcp.grid.analysis.intervals import Analysis, analyse
 from flexcp.grid.analysis.lookup import as_bound, value_extremes
-from flexcp.grid.analysis.pick import in_parts, pick
 from flexcp.grid.analysis.ranges import EXACT, Range, rising_alone
 from flexcp.grid.analysis.relabel import renumbered, unsorted_equalities
+from flexcp.grid.planes import Planes
 from flexcp.masks.graph import INPUTS, MaskGraph
 
 _TOGETHER = 1 << 14
 """Positions at which a dear leaf is evaluated together."""
-
-
-@dataclass(frozen=True, eq=False)
-class Planes:
-    """The (b, h) pairs for which a mask may differ; all others repeat one of these."""
-
-    b: Tensor
-    """int64 [P] Batch element of each plane."""
-    h: Tensor
-    """int64 [P] Head of each plane."""
-    of: Tensor
-    """int64 [batch, heads] The plane of each batch element and head."""
-
-    @classmethod
-    def of_mask(cls, graph: MaskGraph, batch: int, heads: int) -> Planes:
-        """As few planes as the mask's dependence on b and h allows."""
-        some_b = batch if "b" in graph.reads else 1
-        some_h = heads if "h" in graph.reads else 1
-        b = torch.arange(some_b).repeat_interleave(some_h)
-        h = torch.arange(some_h).repeat(some_b)
-        own = torch.arange(some_b * some_h).view(some_b, some_h)
-        return cls(b, h, own.expand(batch, heads))
-
-    def __len__(self) -> int:
-        return self.b.numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return self.b.nbytes + self.h.nbytes + self.of.nbytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Picking entries of a tensor by index, and indices in parts."""
+"""Indexing of one-dimensional tensors on one thread, and indices in parts of bounded size."""
 
 from __future__ import annotations
 
