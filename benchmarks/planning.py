@@ -39,8 +39,8 @@ from flexcp.layout import (
 )
 from flexcp.layout.work import Work, area_per_rank
 from flexcp.plan import PRESETS, AttentionShape, make_plan, price
-from flexcp.plan.load import Load
 from flexcp.plan.traffic import traffic
+from flexcp.plan.work_profile import WorkProfile
 from flexcp.schedule import Schedule, make_schedule
 from flexcp.schedule.ulysses import grouped
 
@@ -144,7 +144,7 @@ STRATEGIES = (
 )
 
 
-def plan_of(strategy: Strategy, grid: BlockGrid, ranks: int) -> tuple[Schedule, Load]:
+def plan_of(strategy: Strategy, grid: BlockGrid, ranks: int) -> tuple[Schedule, WorkProfile]:
     layout = strategy.layout(grid, ranks)
     inner = ranks if strategy.schedule == "ulysses" else strategy.inner
     # What an all-gather moves does not depend on which tokens a rank has, only on how many.
@@ -155,10 +155,10 @@ def plan_of(strategy: Strategy, grid: BlockGrid, ranks: int) -> tuple[Schedule, 
         moved,
         num_heads=SHAPE.num_heads,
         num_kv_heads=SHAPE.num_kv_heads,
-        inner=inner,
-        between="ring" if strategy.schedule == "hybrid" else "exchange",
+        heads_group_size=inner,
+        outer_schedule="ring" if strategy.schedule == "hybrid" else "exchange",
     )
-    return schedule, Load.of([grid], grouped(layout, inner))
+    return schedule, WorkProfile.of([grid], grouped(layout, inner))
 
 
 def measured(mask: Mask, tokens: int, ranks: int) -> dict[str, float]:

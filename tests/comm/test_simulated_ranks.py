@@ -150,7 +150,7 @@ def test_plans_with_a_layout_per_batch_element_unshard():
 
     def fn(mesh):
         plan = make_plan(masks.document(ids) & masks.causal(), 90, mesh, block_size=8, batch=2)
-        assert plan.layout.lanes == 2
+        assert plan.layout.batch_elements == 2
         return torch.equal(plan.unshard(plan.shard(x, 2), 2), x)
 
     assert testing.simulate(fn, 4) == [True] * 4

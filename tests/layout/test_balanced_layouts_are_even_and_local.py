@@ -88,16 +88,16 @@ def test_one_layout_is_even_for_the_sum_of_masks(other):
     assert imbalance(grids, balanced(grids, 16)) <= 1.02
 
 
-def test_batch_elements_with_other_documents_get_lanes_of_their_own():
+def test_batch_elements_with_other_documents_get_layouts_of_their_own():
     packs = [documents(3), documents(4)]
     grid = build_block_grid(masks.document(lengths=packs) & masks.causal(), LENGTH, batch=2)
     layout = balanced([grid], 8)
-    assert layout.lanes == 2
+    assert layout.batch_elements == 2
     for b in range(2):
         areas = torch.zeros(8, dtype=torch.int64)
-        lane = layout.start // LENGTH == b
-        start, stop = layout.start[lane] - b * LENGTH, layout.stop[lane] - b * LENGTH
-        areas.index_add_(0, layout.rank[lane], Work.of([grid], b).of_stretches(start, stop))
+        inside = layout.start // LENGTH == b
+        start, stop = layout.start[inside] - b * LENGTH, layout.stop[inside] - b * LENGTH
+        areas.index_add_(0, layout.rank[inside], Work.of([grid], b).of_stretches(start, stop))
         assert float(areas.max()) / float(areas.double().mean()) <= 1.02
 
 
@@ -106,7 +106,7 @@ def test_heads_that_differ_share_one_layout():
     mask = masks.causal() & (lambda b, h, q, kv: q - kv <= slopes[h])
     grid = build_block_grid(mask, LENGTH, heads=2)
     layout = balanced([grid], 8)
-    assert layout.lanes == 1
+    assert layout.batch_elements == 1
     assert imbalance([grid], layout) <= 1.02
 
 

@@ -63,7 +63,7 @@ def test_documents_with_a_few_rows_that_see_everything_are_even():
 
 
 def test_elements_of_a_batch_keep_equal_counts():
-    """Lanes of one layout have the same counts, so rows can only be exchanged."""
+    """Batch elements of one layout have the same counts, so rows can only be exchanged."""
     first = torch.tensor([2, 5])
     near = masks.causal() & masks.sliding_window(500)
     grid = build_block_grid(near | (lambda b, h, q, kv: q < first[b]), 16_000, batch=2)

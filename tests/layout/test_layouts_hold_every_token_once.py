@@ -184,5 +184,5 @@ def test_a_short_last_block_does_not_change_token_counts_where_they_are_to_be_ex
     light, heavy = torch.tensor([3, 2, 1, 0]), torch.tensor([1, 2, 3, 4])
     first, second = (ptrr(x, 7, 2, block_size=2, exact_counts=True) for x in (light, heavy))
     assert first.counts.tolist() == second.counts.tolist() == [3, 4]
-    assert Layout.stacked([first, second]).lanes == 2
+    assert Layout.stacked([first, second]).batch_elements == 2
     assert ptrr(heavy, 7, 2, block_size=2).positions(0).tolist() == [0, 1, 6]

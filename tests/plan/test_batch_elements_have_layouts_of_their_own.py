@@ -1,4 +1,4 @@
-"""Batch elements with other documents: a lane for each, even in each, and honest bounds."""
+"""Batch elements with other documents: a layout for each, even in each, and honest bounds."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PACKS = [pack(1), pack(2), pack(3)]
 DOCUMENTS = masks.document(lengths=PACKS) & masks.causal()
 
 
-def lane_of(layout: Layout, lane: int) -> Layout:
+def layout_of_element(layout: Layout, element: int) -> Layout:
     """The assignment of one batch element."""
-    at = layout.start // layout.seq_len == lane
-    first = lane * layout.seq_len
+    at = layout.start // layout.seq_len == element
+    first = element * layout.seq_len
     columns = (layout.rank[at], layout.start[at] - first, layout.stop[at] - first)
     return Layout(layout.name, layout.seq_len, layout.ranks, 1, *columns)
 
@@ -44,31 +44,31 @@ def element(mask_lengths: list[int]):
 @pytest.mark.parametrize(("layout", "most"), [("per_document", 1.01), ("ptrr", 1.05)])
 def test_named_layouts_are_even_in_every_element(layout, most):
     plan = make_plan(DOCUMENTS, LENGTH, RANKS, layout=layout, schedule="exchange", batch=3)
-    assert (plan.layout.lanes, plan.layout.name) == (3, layout)
+    assert (plan.layout.batch_elements, plan.layout.name) == (3, layout)
     plan.check()
-    for lane, lengths in enumerate(PACKS):
-        own = lane_of(plan.layout, lane)
+    for element, lengths in enumerate(PACKS):
+        own = layout_of_element(plan.layout, element)
         areas = area_per_rank([element(lengths)], own).double()
         assert float(areas.max() / areas.mean()) <= most
     assert plan.stats().imbalance <= most
 
 
 @pytest.mark.parametrize("layout", ["per_document", "ptrr"])
-def test_a_lane_is_the_layout_of_its_element_alone(layout):
-    """Lengths are whole blocks here: a short last one is dealt out last in lanes."""
+def test_an_element_has_the_layout_that_it_has_alone(layout):
+    """Lengths are whole blocks here: elements deal out a short last one last."""
     packs = [[1024, 512, 2560], [256, 3840], [2048, 2048]]
     mask = masks.document(lengths=packs) & masks.causal()
     plan = make_plan(mask, 4096, 4, layout=layout, schedule="exchange", batch=3)
-    for lane, lengths in enumerate(packs):
+    for element, lengths in enumerate(packs):
         alone = make_plan(element(lengths), 4096, 4, layout=layout, schedule="exchange")
-        assert lane_of(plan.layout, lane) == alone.layout
+        assert layout_of_element(plan.layout, element) == alone.layout
 
 
 @pytest.mark.parametrize("layout", ["per_document", "ptrr", "balanced"])
 def test_elements_that_are_the_same_share_a_layout(layout):
     mask = masks.document(lengths=PACKS[0]) & masks.causal()
     plan = make_plan(mask, LENGTH, RANKS, layout=layout, schedule="exchange", batch=3)
-    assert plan.layout.lanes == 1
+    assert plan.layout.batch_elements == 1
 
 
 def test_a_document_of_one_element_is_shared_by_few_ranks_whatever_the_others_are():
@@ -80,7 +80,7 @@ def test_a_document_of_one_element_is_shared_by_few_ranks_whatever_the_others_ar
     assert int(received.max()) <= 1.1 * int(least)
 
 
-def test_no_bound_is_above_what_lanes_reach():
+def test_no_bound_is_above_what_layouts_per_element_reach():
     """A rank may have the heavy row of one element, and another rank that of the other."""
     packs = [pack(seed, length=2048, most=20) for seed in (4, 5)]
     mask = (masks.document(lengths=packs) & masks.causal()) | masks.global_tokens(1)

@@ -159,7 +159,7 @@ def test_a_single_rank_needs_nothing():
 
 def test_two_dimensional_meshes_run_hybrids():
     plan = make_plan(masks.causal(), 4096, (2, 4), schedule="hybrid", num_heads=8, num_kv_heads=2)
-    assert (plan.schedule.inner, plan.schedule.groups.ranks) == (4, 2)
+    assert (plan.schedule.heads_group_size, plan.schedule.groups.ranks) == (4, 2)
     plan.check()
 
 

@@ -66,7 +66,7 @@ def play(plan, bits):
     computed = torch.zeros(bits.shape, dtype=torch.int64)
     schedule = plan.schedule_of()
     groups = schedule.groups
-    lanes = groups.lanes
+    lanes = groups.batch_elements
     sent: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for rank in range(schedule.ranks):
         for i, step in enumerate(schedule.steps(rank, "forward")):
@@ -135,7 +135,7 @@ def test_rows_needed_are_exactly_those_that_some_query_sees(problem, ranks, data
         rows = layout.rows_of(rank)
         seen: set[int] = set()
         for b in range(batch):
-            lane = b if layout.lanes > 1 else 0
+            lane = b if layout.batch_elements > 1 else 0
             own = rows[rows // length == lane] % length
             columns = bits[b][:, own].flatten(0, 1).any(0).nonzero().squeeze(1)
             seen |= {lane * length + int(c) for c in columns}

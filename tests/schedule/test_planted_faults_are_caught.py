@@ -254,7 +254,7 @@ def test_groups_and_masks_of_other_tokens_are_caught():
     with pytest.raises(FlexCPError, match="other rows in a group"):
         check_schedule(replace(schedule, groups=contiguous(LENGTH, RANKS)), [GRID])
     with pytest.raises(FlexCPError, match="groups that divide 4 ranks, got groups of 3"):
-        check_schedule(replace(schedule, inner=3), [GRID])
+        check_schedule(replace(schedule, heads_group_size=3), [GRID])
 
 
 def test_a_plan_with_another_layout_than_its_schedules_is_caught():

@@ -76,7 +76,7 @@ def test_steps_of_two_ranks_fit_each_other():
 def test_groups_talk_to_the_same_place_of_other_groups():
     grid = grid_of(masks.causal())
     schedule = make_schedule(
-        "hybrid", [grid], contiguous(LENGTH, 6), inner=2, num_heads=4, num_kv_heads=2
+        "hybrid", [grid], contiguous(LENGTH, 6), heads_group_size=2, num_heads=4, num_kv_heads=2
     )
     assert schedule.steps(5, "forward")[1].receives[0][0] == 3
     assert schedule.members(5) == range(4, 6)
@@ -100,7 +100,7 @@ def test_heads_that_kv_heads_do_not_divide_are_refused():
 
 def test_groups_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(FlexCPError, match="groups that divide 6 ranks"):
-        make_schedule("hybrid", [grid_of(masks.full())], contiguous(LENGTH, 6), inner=4)
+        make_schedule("hybrid", [grid_of(masks.full())], contiguous(LENGTH, 6), heads_group_size=4)
 
 
 def test_an_unknown_schedule_lists_the_known_ones():

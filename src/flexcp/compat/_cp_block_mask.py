@@ -26,7 +26,7 @@ def shard_block_mask(
     q_at = q_layout.positions(rank).to(device)
     kv_at = kv_layout.order.to(device)
     batch, heads = _batch_and_heads(block_mask)
-    lanes = max(q_layout.lanes, kv_layout.lanes)
+    lanes = max(q_layout.batch_elements, kv_layout.batch_elements)
     if lanes > 1 and batch not in (1, lanes):
         raise ValueError(
             f"Cannot rearrange buffer: the load balancer has {lanes} batch elements, but the "

@@ -198,11 +198,12 @@ def dim_of(x: Tensor, dim: int) -> int:
 def shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
     """A rank's rows; differentiable."""
     dim = dim_of(x, dim)
-    if layout.lanes > 1 and (dim == 0 or x.shape[0] != layout.lanes):
+    if layout.batch_elements > 1 and (dim == 0 or x.shape[0] != layout.batch_elements):
         raise ValueError(
             "Cannot rearrange buffer: load_balance_indices has shape "
-            f"{(layout.lanes, layout.seq_len)}, but buffer has shape {tuple(x.shape)}; the load "
-            "balancer differs between batch elements, which must be dim 0."
+            f"{(layout.batch_elements, layout.seq_len)}, but buffer has shape "
+            f"{tuple(x.shape)}; the load balancer differs between batch "
+            "elements, which must be dim 0."
         )
     return layout.shard(x, dim, rank=rank)
 
@@ -210,10 +211,11 @@ def shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
 def unshard(x: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
     """All rows in their original order; differentiable."""
     dim = dim_of(x, dim)
-    if layout.lanes > 1 and (dim == 0 or x.shape[0] != layout.lanes):
+    if layout.batch_elements > 1 and (dim == 0 or x.shape[0] != layout.batch_elements):
         raise ValueError(
-            f"Cannot restore buffer: restore_indices has shape {(layout.lanes, layout.seq_len)}, "
-            f"but the buffer has shape {tuple(x.shape)}; the load balancer differs between batch "
+            "Cannot restore buffer: restore_indices has shape "
+            f"{(layout.batch_elements, layout.seq_len)}, but the buffer has shape "
+            f"{tuple(x.shape)}; the load balancer differs between batch "
             "elements, which must be dim 0."
         )
     parts = _Gather.apply(x, dim, layout.counts.tolist(), group)  # type: ignore[no-untyped-call]

@@ -33,10 +33,14 @@ def rows_needed(grids: Sequence[BlockGrid], layout: Layout) -> RowSets:
     """
     found = [layout.owned]
     for grid in grids:
-        for lane in range(layout.lanes):
-            chosen = grid.planes.of if layout.lanes == 1 else grid.planes.of[lane : lane + 1]
+        for element in range(layout.batch_elements):
+            chosen = (
+                grid.planes.of
+                if layout.batch_elements == 1
+                else grid.planes.of[element : element + 1]
+            )
             for plane in torch.unique(chosen).tolist():
-                found.append(_of_plane(grid, plane, lane, layout, _joined(found)))
+                found.append(_of_plane(grid, plane, element, layout, _joined(found)))
     return without(_joined(found), layout.owned)
 
 
@@ -77,11 +81,11 @@ class Pieces:
     """Row after the last, likewise."""
 
     @classmethod
-    def of(cls, layout: Layout, lane: int, block: int) -> Pieces:
-        """All runs of a lane, cut into blocks, in order of position."""
-        inside = torch.div(layout.start, max(layout.seq_len, 1), rounding_mode="floor") == lane
-        start = layout.start[inside] - lane * layout.seq_len
-        stop = layout.stop[inside] - lane * layout.seq_len
+    def of(cls, layout: Layout, element: int, block: int) -> Pieces:
+        """All runs of a batch element, cut into blocks, in order of position."""
+        inside = torch.div(layout.start, max(layout.seq_len, 1), rounding_mode="floor") == element
+        start = layout.start[inside] - element * layout.seq_len
+        stop = layout.stop[inside] - element * layout.seq_len
         edges = torch.arange(0, layout.seq_len, block)
         which, piece, begin, end = cut(start, stop, edges, edges + block)
         order = torch.argsort(begin)
@@ -89,12 +93,12 @@ class Pieces:
         return cls(layout.rank[inside][which], piece, begin - edges[piece], end - edges[piece])
 
 
-def _of_plane(grid: BlockGrid, plane: int, lane: int, layout: Layout, known: RowSets) -> RowSets:
+def _of_plane(grid: BlockGrid, plane: int, element: int, layout: Layout, known: RowSets) -> RowSets:
     """Rows that the queries see in one plane; what is `known` need not be found again."""
     runs, size = grid.runs[plane], grid.block_size[1]
-    pieces = Pieces.of(layout, lane, grid.block_size[0])
+    pieces = Pieces.of(layout, element, grid.block_size[0])
     at, run = runs_of_rows(runs, pieces.block)
-    offset = lane * layout.seq_len
+    offset = element * layout.seq_len
     full = runs.kind[run] == BlockKind.FULL
     whole = row_sets(
         pieces.rank[at[full]],

@@ -127,8 +127,9 @@ def ptrr(
         seq_len: Tokens of the whole sequence.
         ranks: How many ranks there are.
         block_size: Rows of a block.
-        exact_counts: Token counts depend on nothing but length and ranks, as several lanes of one
-            layout need it: a last block that is not whole is dealt out last, whatever its work.
+        exact_counts: Token counts depend on nothing but length and ranks, as they must where batch
+            elements have layouts of their own: a last block that is not whole is dealt out last,
+            whatever its work.
 
     >>> ptrr(torch.tensor([1, 2, 3, 4]), 8, 2, block_size=2).positions(0)
     tensor([0, 1, 6, 7])

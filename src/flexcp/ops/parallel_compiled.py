@@ -42,7 +42,7 @@ def compiled_parallel_attention(
     swapped = [sizes.rows, sizes.q_heads, sizes.kv_heads] if sizes.swaps else []
     # A shape, and not asked whether it is 0: either would tie the graph to the number.
     each = k.shape[1] if not sizes.swaps else sizes.kv_heads
-    batch = 1 if plan.layout.lanes > 1 else k.shape[0]
+    batch = 1 if plan.layout.batch_elements > 1 else k.shape[0]
     kept = sizes.kept.shape[0] * batch * each * (k.shape[3] + v.shape[3])
     found: _Outputs = _attention(
         q, k, v, sinks, plan.compiler_handle, name, scale, gradients, swapped, kept

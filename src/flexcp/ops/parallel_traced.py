@@ -116,7 +116,7 @@ def traced_parallel_attention(
         for dim in range(4):
             torch._dynamo.mark_static(x, dim)
     rows, lanes = _lanes(plan, name, q.shape[0], q.shape[1], k.shape[1])
-    by_element = plan.layout.lanes > 1
+    by_element = plan.layout.batch_elements > 1
     extras = "score_mod, traced" + ("" if sinks is None else ", sinks")
     both = _fetched(q.detach(), k, v, handle, name, scale, extras, gradients, by_element, rows)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)

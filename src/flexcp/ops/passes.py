@@ -80,7 +80,7 @@ def prepare_call(
     _check_rows(q, k, plan, rank)
     schedule = plan.schedules[name]
     planned = (plan.shape.num_heads, plan.shape.num_kv_heads)
-    if schedule.inner > 1 and planned != (q.shape[1], k.shape[1]):
+    if schedule.heads_group_size > 1 and planned != (q.shape[1], k.shape[1]):
         raise FlexCPError(
             f"{planned[0]} query heads and {planned[1]} kv heads, which the plan splits over ranks",
             f"{q.shape[1]} and {k.shape[1]}",
@@ -95,7 +95,7 @@ def prepare_call(
         dtype = accumulation_dtype(q.dtype)
         mods = tuple(
             examine(shifted(score_mod, b, first_head), dtype, q.device)
-            for b in range(schedule.groups.lanes)
+            for b in range(schedule.groups.batch_elements)
         )
     choice = choose(q, v, score_mod=score_mod is not None, kernel=_kernel(q, score_mod))
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -139,7 +139,7 @@ def _check_rows(q: Tensor, k: Tensor, plan: Plan, rank: int) -> None:
                 f"shape {tuple(x.shape)}",
                 "pass what plan.shard(x, 2) gives",
             )
-    lanes = plan.layout.lanes
+    lanes = plan.layout.batch_elements
     if lanes > 1 and q.shape[0] != lanes:
         raise FlexCPError(
             f"{lanes} batch elements, since the layout differs between them",

@@ -145,18 +145,18 @@ def rank_program(
         )
     rounds, home = _with_returns(rounds, steps, own)
     last_use = _last_use(rounds, len(batches), schedule.keeps_kv)
-    return RankProgram(tuple(rounds), home, schedule.groups.lanes > 1, last_use)
+    return RankProgram(tuple(rounds), home, schedule.groups.batch_elements > 1, last_use)
 
 
 class Work:
     """Shapes of a round's work; row ranges of the mask are found once."""
 
     def __init__(self, schedule: Schedule, grid: BlockGrid, group: int, place: int) -> None:
-        self._lanes = schedule.groups.lanes
+        self._lanes = schedule.groups.batch_elements
         self._seq_len = schedule.groups.seq_len
         positions = schedule.groups.positions(group)
         self._q = [positions] if self._lanes == 1 else list(positions)
-        grid = _of_heads(grid, schedule.heads[place].q) if schedule.inner > 1 else grid
+        grid = _of_heads(grid, schedule.heads[place].q) if schedule.heads_group_size > 1 else grid
         elements = range(self._lanes) if self._lanes > 1 else ()
         self._grids = [_of_element(grid, b) for b in elements] or [grid]
         self._ranges = [row_ranges(g) for g in self._grids]

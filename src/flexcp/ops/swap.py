@@ -37,7 +37,7 @@ class Swap:
         cls, schedule: Schedule, rank: int, transport: Transport, num_heads: int, num_kv_heads: int
     ) -> Swap | None:
         """None if there is nothing to swap."""
-        if schedule.inner == 1:
+        if schedule.heads_group_size == 1:
             return None
         members = tuple(schedule.members(rank))
         counts = schedule.layout.counts

@@ -236,10 +236,15 @@ def _require_names(layout: str | Layout, schedule: str) -> None:
 def _require_layout(layout: str | Layout, seq_len: int, ranks: int, batch: int) -> None:
     if not isinstance(layout, Layout):
         return
-    if (layout.seq_len, layout.ranks) != (seq_len, ranks) or layout.lanes not in (1, batch):
-        lanes = f" with {layout.lanes} lanes" if layout.lanes > 1 else ""
+    if (layout.seq_len, layout.ranks) != (seq_len, ranks) or layout.batch_elements not in (
+        1,
+        batch,
+    ):
+        elements = (
+            f" with {layout.batch_elements} batch elements" if layout.batch_elements > 1 else ""
+        )
         raise FlexCPError(
             f"a layout of {seq_len} tokens on {ranks} ranks, for batch {batch}",
-            f"one of {layout.seq_len} tokens on {layout.ranks} ranks{lanes}",
+            f"one of {layout.seq_len} tokens on {layout.ranks} ranks{elements}",
             "make the layout for the sequence, mesh and batch of the plan",
         )

@@ -22,6 +22,7 @@ from flexcp.plan import compiled
 from flexcp.plan.cost import Cost
 from flexcp.plan.explain import explain, plan_as_data
 from flexcp.plan.machine import Machine
+from flexcp.plan.memo import PlanMemo
 from flexcp.plan.mesh import Ranks
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.sizes import Sizes
@@ -63,9 +64,12 @@ class Plan:
     rows: int | None = field(init=False, repr=False)
     """How many rows this rank owns; None if the plan was made from numbers."""
     sizes: Mapping[str, Sizes] = field(init=False, repr=False)
-    """What this rank holds during attention under every mask; empty likewise."""
+    """What this rank holds during attention under every mask; empty if the plan was
+    made from numbers."""
     graph_handle: Tensor | None = field(init=False, repr=False)
     """Stands for the plan inside compiled graphs; see `flexcp.graph_handles`."""
+    memo: PlanMemo = field(init=False, repr=False)
+    """What running the plan takes and is worked out once: programs of ranks, facts to agree on."""
 
     def __post_init__(self) -> None:
         rank, heads = self.ranks.rank, (self.shape.num_heads, self.shape.num_kv_heads)
@@ -76,6 +80,7 @@ class Plan:
             "rows": None if rank is None else int(self.layout.counts[rank]),
             "sizes": sizes,
             "graph_handle": new_graph_handle(self),
+            "memo": PlanMemo(),
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
@@ -210,7 +215,8 @@ class Plan:
             "layout": self._layout_text,
             "shape": str(asdict(self.shape)),
             "schedules": {
-                n: (s.name, s.inner, len(s.forward.moves)) for n, s in self.schedules.items()
+                n: (s.name, s.heads_group_size, len(s.forward.moves))
+                for n, s in self.schedules.items()
             },
             "runs": {
                 n: [[int(_mixed(x)) for x in (r.row, r.start, r.stop, r.kind)] for r in g.runs]

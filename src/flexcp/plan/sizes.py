@@ -49,8 +49,8 @@ class Sizes:
         if schedule.keeps_kv:
             kept = int(schedule.forward.moves.received(schedule.groups.ranks)[group])
         heads = (num_heads, num_kv_heads)
-        if schedule.inner > 1:
+        if schedule.heads_group_size > 1:
             own = schedule.heads[place]
             shared = own.shared_kv(num_heads, num_kv_heads)
             heads = (len(own.q), len(own.kv) if shared is None else len(shared))
-        return cls(schedule.inner > 1, int(schedule.groups.counts[group]), *heads, kept)
+        return cls(schedule.heads_group_size > 1, int(schedule.groups.counts[group]), *heads, kept)

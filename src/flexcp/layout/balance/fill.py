@@ -63,8 +63,9 @@ def fold(work: Work, ranks: int, *, exact_counts: bool = False) -> Layout:
     Args:
         work: What each row costs.
         ranks: How many ranks share the rows.
-        exact_counts: Token counts depend on nothing but length and ranks, as several lanes of one
-            layout need it; otherwise they may differ by up to a block where rows are very heavy.
+        exact_counts: Token counts depend on nothing but length and ranks, as they must where batch
+            elements have layouts of their own; otherwise they may differ by up to a block where
+            rows are very heavy.
 
     >>> import flexcp
     >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 64, block_size=4)

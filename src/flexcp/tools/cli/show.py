@@ -111,7 +111,7 @@ class _Wish:
         where = {"height": height, "width": width, "b": self.element, "h": self.head}
         if self.plan is None:
             return picture_of(self.grid, title=self.title, **where)
-        inner = self.plan.schedule_of().inner
+        inner = self.plan.schedule_of().heads_group_size
         return picture_by_rank(self.grid, self.plan.layout, inner=inner, title=self.title, **where)
 
 

@@ -166,7 +166,7 @@ def picture_by_rank(
     runs = grid.plane(b, h)
     high, wide = min(height, runs.rows), min(width, runs.cols)
     share = coverage(runs, height, width)
-    pieces = Pieces.of(layout, b if layout.lanes > 1 else 0, grid.block_size[0])
+    pieces = Pieces.of(layout, b if layout.batch_elements > 1 else 0, grid.block_size[0])
     size = (pieces.last - pieces.first).double()
     tokens = torch.zeros(runs.rows, dtype=torch.float64).index_add_(0, pieces.block, size)
     group = torch.div(pieces.rank, inner, rounding_mode="floor")

@@ -121,8 +121,8 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "layout": plan.layout.name,
         "schedules": {n: s.name for n, s in plan.schedules.items()},
         "rounds": {n: s.forward.rounds for n, s in plan.schedules.items()},
-        "inner": {n: s.inner for n, s in plan.schedules.items()},
-        "lanes": first.layout.lanes,
+        "inner": {n: s.heads_group_size for n, s in plan.schedules.items()},
+        "lanes": first.layout.batch_elements,
         "tokens": plan.layout.counts.tolist(),
         "stats": asdict(plan.stats()),
         "runs": pack_whole(torch.stack([stop - start, owner], dim=1)),
@@ -132,7 +132,7 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
 
 def _timeline(plan: Plan, name: str) -> dict[str, Any]:
     found = timeline(plan, name)
-    groups, inner = plan.schedules[name].groups.ranks, plan.schedules[name].inner
+    groups, inner = plan.schedules[name].groups.ranks, plan.schedules[name].heads_group_size
     most = max(len(s.rounds) for s in found.spans)
     shown = _some_groups(found.spans, groups, max(8, _MOST_SPANS // most))
     totals = {"forward": found.forward, "backward": found.backward}

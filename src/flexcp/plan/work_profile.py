@@ -1,4 +1,4 @@
-"""How the work of a schedule is spread over its rounds: pairs by rank and range of keys."""
+"""Where each rank's work lies along the keys, from which the work of every round follows."""
 
 from __future__ import annotations
 
@@ -16,43 +16,47 @@ from flexcp.schedule import Tasks
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class WorkProfile:
     """Pairs of each group's queries with all keys before a block, over batch and query heads."""
 
     before: Tensor
-    """float64 [groups, lanes * blocks + 1] Running sums."""
+    """float64 [groups, batch_elements * blocks + 1] Running sums."""
     block: int
     """Keys of a block."""
     blocks: int
-    """Blocks of a lane."""
+    """Blocks of keys of one batch element."""
     seq_len: int
-    """Tokens of a lane."""
+    """Tokens of one batch element."""
 
     @classmethod
-    def of(cls, grids: Sequence[BlockGrid], groups: Layout) -> Load:
+    def of(cls, grids: Sequence[BlockGrid], groups: Layout) -> WorkProfile:
         """From the tiles of the masks. A partial tile counts as the mean one of its row."""
         cols, size = grids[0].shape[1], grids[0].block_size[1]
-        width = cols * groups.lanes + 1
+        width = cols * groups.batch_elements + 1
         slope = torch.zeros(groups.ranks * width, dtype=torch.float64)
         for grid in grids:
-            for lane in range(groups.lanes):
-                of = grid.planes.of if groups.lanes == 1 else grid.planes.of[lane : lane + 1]
-                pieces = Pieces.of(groups, lane, grid.block_size[0])
+            for element in range(groups.batch_elements):
+                of = (
+                    grid.planes.of
+                    if groups.batch_elements == 1
+                    else grid.planes.of[element : element + 1]
+                )
+                pieces = Pieces.of(groups, element, grid.block_size[0])
                 for plane, copies in enumerate(
                     torch.bincount(of.reshape(-1), minlength=len(grid.runs)).tolist()
                 ):
                     if copies:
-                        _add(slope, width, grid, plane, copies, pieces, lane * cols)
+                        _add(slope, width, grid, plane, copies, pieces, element * cols)
         pairs = slope.view(groups.ranks, width).cumsum(1)[:, :-1]
         before = torch.nn.functional.pad(pairs.cumsum(1), (1, 0))
         return cls(before, size, cols, groups.seq_len)
 
-    def grouped(self, inner: int) -> Load:
-        """The same for groups of `inner` consecutive ranks."""
-        if inner == 1:
+    def grouped(self, group_size: int) -> WorkProfile:
+        """The work of groups of consecutive ranks, from that of their ranks."""
+        if group_size == 1:
             return self
-        before = self.before.view(-1, inner, self.before.shape[1]).sum(1)
-        return Load(before, self.block, self.blocks, self.seq_len)
+        before = self.before.view(-1, group_size, self.before.shape[1]).sum(1)
+        return WorkProfile(before, self.block, self.blocks, self.seq_len)
 
     def of_tasks(self, work: Tasks, rounds: int) -> Tensor:
         """float64 [rounds, groups] Pairs of every round."""
@@ -63,12 +67,12 @@ class Load:
         return found.view(rounds, groups)
 
     def _until(self, group: Tensor, row: Tensor) -> Tensor:
-        lane = torch.div(row, self.seq_len, rounding_mode="floor")
-        position = row - lane * self.seq_len
+        element = torch.div(row, self.seq_len, rounding_mode="floor")
+        position = row - element * self.seq_len
         block = torch.div(position, self.block, rounding_mode="floor")
         width = (self.seq_len - block * self.block).clamp(1, self.block)
         part = (position - block * self.block) / width
-        flat = group * self.before.shape[1] + lane * self.blocks + block
+        flat = group * self.before.shape[1] + element * self.blocks + block
         values = self.before.reshape(-1)
         low = values[flat]
         high = values[(flat + 1).clamp(max=values.numel() - 1)]
