@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flexcp.comm.gather import gather_rows
 from flexcp.comm.process import ProcessTransport
 from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
 from flexcp.compat._cp_options import _cp_options
@@ -218,31 +219,11 @@ def unshard(x: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
             f"{tuple(x.shape)}; the load balancer differs between batch "
             "elements, which must be dim 0."
         )
-    parts = _Gather.apply(x, dim, layout.counts.tolist(), group)  # type: ignore[no-untyped-call]
-    return layout.restore(parts, dim)
-
-
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks; the gradient of the own part is the own gradient.
-
-    Every rank gets the same tensor and is taken to do the same with it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, counts: Sequence[int], group: Group
-    ) -> tuple[Tensor, ...]:
-        ctx.rank = group.rank
-        if x.shape[dim] != counts[group.rank]:
-            raise FlexCPError(
-                f"{counts[group.rank]} rows along dim {dim} on rank {group.rank}",
-                f"shape {tuple(x.shape)}",
-                "pass this rank's shard, and the load balancer that it was sharded with",
-            )
-        shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in counts]
-        parts = group.pairs.all_gather(x.detach().contiguous(), shapes)
-        return tuple(x.clone() if r == group.rank else part for r, part in enumerate(parts))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[ctx.rank], None, None, None
+    counts = layout.counts.tolist()
+    if x.shape[dim] != counts[group.rank]:
+        raise FlexCPError(
+            f"{counts[group.rank]} rows along dim {dim} on rank {group.rank}",
+            f"shape {tuple(x.shape)}",
+            "pass this rank's shard, and the load balancer that it was sharded with",
+        )
+    return layout.restore(gather_rows(x, dim, counts, group.pairs), dim)

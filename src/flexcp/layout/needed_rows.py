@@ -78,7 +78,7 @@ class Pieces:
     first: Tensor
     """First row, counted from the block's first."""
     last: Tensor
-    """Row after the last, likewise."""
+    """Row after the last, counted from the block's first."""
 
     @classmethod
     def of(cls, layout: Layout, element: int, block: int) -> Pieces:
@@ -160,7 +160,7 @@ def _decided(
 def _decided_by_key(
     grid: BlockGrid, plane: int, offset: int, tiles: _Tiles, found: RowSets
 ) -> tuple[_Tiles, RowSets]:
-    """The same for each single key of the tiles that are still open."""
+    """What the pieces surely see or surely don't of each single key of the tiles still open."""
     if len(tiles) == 0:
         return tiles, found
     used, place = torch.unique(tiles.piece, return_inverse=True)

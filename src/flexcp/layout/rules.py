@@ -105,9 +105,9 @@ def per_document_head_tail(
     start, stop, rank = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1), owner.reshape(-1)
     rows = torch.repeat_interleave(rank, stop - start)
     if counts is None:
-        return levelled("per_document", rows, even_edges(total, ranks).diff().tolist())
+        return with_token_counts("per_document", rows, even_edges(total, ranks).diff().tolist())
     cost = torch.arange(total) - torch.repeat_interleave(first, size)  # under a causal mask
-    return levelled("per_document", rows, counts, cost=cost)
+    return with_token_counts("per_document", rows, counts, cost=cost)
 
 
 def ptrr(
@@ -222,7 +222,7 @@ def of_owners(name: str, ranks: int, owner: Tensor) -> Layout:
     return Layout.of_rows(order.split(sizes), seq_len=owner.numel(), name=name)
 
 
-def levelled(
+def with_token_counts(
     name: str, owner: Tensor, counts: Sequence[int], *, cost: Tensor | None = None
 ) -> Layout:
     """The layout of owners, after moving single tokens so that each rank has its count.
@@ -233,7 +233,7 @@ def levelled(
         counts: Tokens that each rank is to have.
         cost: [S] Work of each token: a rank parts with the cheapest; by default, with its last.
 
-    >>> levelled("uneven", torch.tensor([0, 0, 0, 1]), [2, 2]).positions(1)
+    >>> with_token_counts("uneven", torch.tensor([0, 0, 0, 1]), [2, 2]).positions(1)
     tensor([2, 3])
     """
     have, target = torch.bincount(owner, minlength=len(counts)), torch.tensor(list(counts))

@@ -30,7 +30,7 @@ class Cost:
     forward: float
     """Of the forward pass, until the slowest rank is done."""
     backward: float
-    """Likewise."""
+    """Of the backward pass, until the slowest rank is done."""
     compute: float
     """What the slowest rank would take for its work alone, both passes."""
     if_even: float

@@ -7,25 +7,25 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexcp.comm.agreement import agree
+from flexcp.comm.gather import gather_rows
 from flexcp.comm.interface import Transport
 from flexcp.errors import FlexCPError
 from flexcp.graph_handles import new_graph_handle
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
-from flexcp.plan import compiled
+from flexcp.plan import shard_ops
 from flexcp.plan.cost import Cost
 from flexcp.plan.explain import explain, plan_as_data
 from flexcp.plan.machine import Machine
 from flexcp.plan.memo import PlanMemo
 from flexcp.plan.mesh import Ranks
+from flexcp.plan.rank_sizes import RankSizes
 from flexcp.plan.shape import AttentionShape
-from flexcp.plan.sizes import Sizes
 from flexcp.plan.stats import Stats, make_stats
 from flexcp.schedule import Schedule, check_schedule
 
@@ -63,7 +63,7 @@ class Plan:
     others, cheapest first."""
     rows: int | None = field(init=False, repr=False)
     """How many rows this rank owns; None if the plan was made from numbers."""
-    sizes: Mapping[str, Sizes] = field(init=False, repr=False)
+    sizes: Mapping[str, RankSizes] = field(init=False, repr=False)
     """What this rank holds during attention under every mask; empty if the plan was
     made from numbers."""
     graph_handle: Tensor | None = field(init=False, repr=False)
@@ -75,7 +75,7 @@ class Plan:
         rank, heads = self.ranks.rank, (self.shape.num_heads, self.shape.num_kv_heads)
         sizes = {}
         if rank is not None:
-            sizes = {name: Sizes.of(s, rank, *heads) for name, s in self.schedules.items()}
+            sizes = {name: RankSizes.of(s, rank, *heads) for name, s in self.schedules.items()}
         found = {
             "rows": None if rank is None else int(self.layout.counts[rank]),
             "sizes": sizes,
@@ -119,7 +119,7 @@ class Plan:
         """This rank's rows of a full tensor; differentiable."""
         if torch.compiler.is_compiling() and rank is None and self.rows is not None:
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            local: Tensor = compiled.shard(x, self.compiler_handle, *where, self.rows)
+            local: Tensor = shard_ops.shard(x, self.compiler_handle, *where, self.rows)
             return local
         return self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
 
@@ -133,15 +133,39 @@ class Plan:
         self.require_mesh()
         if torch.compiler.is_compiling():
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            full: Tensor = compiled.unshard(x, self.compiler_handle, *where, self.seq_len)
+            full: Tensor = shard_ops.unshard(x, self.compiler_handle, *where, self.seq_len)
             return full
-        parts = _Gather.apply(  # type: ignore[no-untyped-call]
-            x, dim % x.dim(), self._rank(None), self.ranks.transport, self.layout, self._layout_text
-        )
+        self._agree_to_unshard(x, dim % x.dim())
+        parts = gather_rows(x, dim % x.dim(), self.layout.counts.tolist(), self._transport)
         return self.layout.restore(parts, dim, batch_dim=batch_dim)
 
+    def _agree_to_unshard(self, x: Tensor, dim: int) -> None:
+        """Raises on every rank unless all pass rows of the same kind of tensor."""
+        rank, transport = self._rank(None), self._transport
+        if x.shape[dim] != self.rows:
+            error = FlexCPError(
+                f"{self.rows} rows along dim {dim}, as rank {rank} owns",
+                f"shape {tuple(x.shape)}",
+                "pass the rows that plan.shard gives this rank",
+            )
+            transport.refuse(str(error))
+            raise error
+        sizes = ["rows" if i == dim else str(n) for i, n in enumerate(x.shape)]
+        agree(
+            transport,
+            "unshard the same",
+            {"type": str(x.dtype), "shape": ", ".join(sizes), "layout": self._layout_text},
+            "call plan.unshard with the same plan and the same kind of tensor on every rank",
+        )
+
+    @property
+    def _transport(self) -> Transport:
+        self.require_mesh()
+        assert self.ranks.transport is not None
+        return self.ranks.transport
+
     def require_mesh(self) -> None:
-        """Raises if the plan was made from numbers, so that there is nobody to run it with."""
+        """Raises if the plan was made from numbers, or pickled: there is nobody to run it with."""
         if self.ranks.rank is None or self.ranks.transport is None:
             raise FlexCPError(
                 "a plan that was made with a mesh",
@@ -233,45 +257,3 @@ class Plan:
 def _mixed(x: Tensor) -> Tensor:
     """A sum to which every entry adds in its own way, so that their order counts."""
     return (x.long() * (2 * torch.arange(x.numel()) + 1)).sum()
-
-
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks; the gradient of the own part is the own gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dim: int,
-        rank: int,
-        transport: Transport,
-        layout: Layout,
-        fingerprint: str,
-    ) -> tuple[Tensor, ...]:
-        ctx.rank = rank
-        shapes = []
-        for count in layout.counts.tolist():
-            shape = list(x.shape)
-            shape[dim] = count
-            shapes.append(shape)
-        if list(x.shape) != shapes[rank]:
-            error = FlexCPError(
-                f"{shapes[rank][dim]} rows along dim {dim}, as rank {rank} owns",
-                f"shape {tuple(x.shape)}",
-                "pass the rows that plan.shard gives this rank",
-            )
-            transport.refuse(str(error))
-            raise error
-        sizes = ["rows" if i == dim else str(n) for i, n in enumerate(x.shape)]
-        agree(
-            transport,
-            "unshard the same",
-            {"type": str(x.dtype), "shape": ", ".join(sizes), "layout": fingerprint},
-            "call plan.unshard with the same plan and the same kind of tensor on every rank",
-        )
-        parts = transport.all_gather(x.detach().contiguous(), shapes)
-        return tuple(x.clone() if r == rank else part for r, part in enumerate(parts))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[ctx.rank], None, None, None, None, None

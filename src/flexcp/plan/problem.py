@@ -33,12 +33,16 @@ LAYOUTS = ("auto", "contiguous", "head_tail", "striped", "per_document", "ptrr",
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be planned."""
+    """Masks, ranks, shape and machine: all that layouts and schedules are chosen by."""
 
     grids: Mapping[str, BlockGrid]
+    """The block grid of every mask, by name."""
     ranks: Ranks
+    """Who shares the sequence."""
     shape: AttentionShape
+    """Heads, head dimension, type and batch."""
     machine: Machine
+    """What compute and transfers cost."""
 
     @property
     def seq_len(self) -> int:

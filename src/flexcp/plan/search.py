@@ -10,7 +10,7 @@ import torch
 
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, area_per_rank, dealt
-from flexcp.layout.balance.fill import fold
+from flexcp.layout.balance.fold import fold
 from flexcp.layout.needed_rows import rows_in_tiles
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost, price
@@ -24,7 +24,8 @@ _DENSE = 0.2
 _CHUNKS, _MOST_LINES = 8, 1 << 21
 """Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
 _MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 15, 1 << 17
-"""The same for single blocks: how many, times groups; and under masks by which all need all."""
+"""Most blocks, times groups, for which single blocks are dealt out; and under masks by which all
+ranks need all rows."""
 _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
 _FLAT = 1.001
@@ -55,17 +56,17 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Sum over all masks."""
+        """Predicted seconds, over all masks."""
         return sum(c.seconds for c in self.costs.values())
 
     @property
     def compute(self) -> float:
-        """The same without transfers."""
+        """Seconds of compute alone, over all masks."""
         return sum(c.compute for c in self.costs.values())
 
     @property
     def if_even(self) -> float:
-        """The same if all had the same work and nothing were waited for."""
+        """Seconds over all masks without load imbalance and without exposed communication."""
         return sum(c.if_even for c in self.costs.values())
 
     @property

@@ -25,7 +25,8 @@ class Spans:
     begin: Tensor
     """float64 [rounds, groups] Seconds from the beginning of the pass."""
     end: Tensor
-    """float64 [rounds, groups] Likewise; where it equals `begin`, nothing happens."""
+    """float64 [rounds, groups] Seconds from the beginning of the pass; where it equals `begin`,
+    nothing happens."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ def check_schedule(
         schedule: What to prove.
         grids: The masks that it computes.
         num_heads: Query heads that there are; if not given, those that the slices have.
-        num_kv_heads: Key-value heads, likewise.
+        num_kv_heads: Key-value heads that there are; if not given, those that the slices have.
 
     >>> import flexcp
     >>> from flexcp.layout import contiguous

@@ -61,7 +61,7 @@ class Needs:
 
 
 def everything(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same table if everybody who has tokens needs everything."""
+    """int64 [N] User, owner, start and stop, if every rank that has tokens needs all rows."""
     start, stop, owner = layout.by_row
     users = torch.nonzero(layout.counts > 0).squeeze(1)
     user = users.repeat_interleave(start.numel())

@@ -40,7 +40,7 @@ def imbalance_bound(works: Sequence[Work], ranks: int) -> float:
     heaviest = max(_heaviest(w) for w in works)
     if heaviest * _TOGETHER * whole.rows <= total * work.block:
         return 1.0  # a block of rows less makes up for several of these
-    rows = _Rows.of(works)
+    rows = _RowsByWork.of(works)
     least = max(_shared(rows, whole), _on_one(rows, whole))
     return max(1.0, least * ranks / total)
 
@@ -63,7 +63,7 @@ def _heaviest(work: Work) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _RowsByWork:
     """Rows by their work."""
 
     top: Tensor
@@ -74,7 +74,7 @@ class _Rows:
     """float64 [m + 1] Their work."""
 
     @classmethod
-    def of(cls, works: Sequence[Work]) -> _Rows:
+    def of(cls, works: Sequence[Work]) -> _RowsByWork:
         """All rows: those of the heaviest blocks one by one, others as parts of their block."""
         singles, areas, sizes = [], [], []
         for work in works:
@@ -107,7 +107,7 @@ class _Rows:
         return self.areas[at - 1] + (count - self.counts[at - 1]) * area / size
 
 
-def _shared(rows: _Rows, whole: _Whole) -> float:
+def _shared(rows: _RowsByWork, whole: _Whole) -> float:
     """Some of the heaviest rows are on as many ranks or fewer, which have lightest ones besides."""
     ranks = whole.ranks
     most = min(ranks - 1, rows.top.numel(), _HEAVIEST)
@@ -118,7 +118,7 @@ def _shared(rows: _Rows, whole: _Whole) -> float:
     return float(areas.masked_fill(sharers > heavy, float("inf")).amin(1).max())
 
 
-def _on_one(rows: _Rows, whole: _Whole) -> float:
+def _on_one(rows: _RowsByWork, whole: _Whole) -> float:
     """With more heavy rows than ranks, one of them has several; besides lightest ones."""
     tokens = (whole.rows - (whole.ranks - 1) * whole.slack) / whole.ranks
     least = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flexcp.grid import BlockGrid
-from flexcp.layout.balance.fill import fold
+from flexcp.layout.balance.fold import fold
 from flexcp.layout.layout import Layout
 from flexcp.layout.needed_rows import rows_needed
 from flexcp.layout.rules import contiguous, even_edges, require_ranks

@@ -33,7 +33,7 @@ class Unit:
     start: int
     stop: int
     area: int
-    reach: int
+    needed_rows: int
     """Rows that a rank with these needs, its own included."""
 
     def take(self, tokens: int, *, from_end: bool) -> Unit:
@@ -41,17 +41,17 @@ class Unit:
         size = self.stop - self.start
         area = self.area * tokens // size
         if from_end:
-            part = Unit(self.stop - tokens, self.stop, area, self.reach)
+            part = Unit(self.stop - tokens, self.stop, area, self.needed_rows)
             self.stop -= tokens
         else:
-            part = Unit(self.start, self.start + tokens, area, self.reach)
+            part = Unit(self.start, self.start + tokens, area, self.needed_rows)
             self.start += tokens
         self.area -= area
         return part
 
     def copy(self) -> Unit:
-        """The same, to be cut another time."""
-        return Unit(self.start, self.stop, self.area, self.reach)
+        """A copy, to be cut another time."""
+        return Unit(self.start, self.stop, self.area, self.needed_rows)
 
     @property
     def tokens(self) -> int:
@@ -60,12 +60,12 @@ class Unit:
 
 
 @dataclass(eq=False)
-class Group:
+class RowGroup:
     """Rows that have to do with each other, and with no rows of other groups."""
 
     number: int
     """Groups are numbered by position."""
-    reach: int
+    largest_document: int
     """Tokens of the largest document in it: what one rank has to fetch at most."""
     small: bool
     """Whether it consists of small documents, and may be cut anywhere."""
@@ -77,8 +77,8 @@ class Group:
     """Rows, before any are dealt out."""
     area: int = 0
     """Their work."""
-    light_reach: int = 0
-    """The largest reach among the light units."""
+    light_needed_rows: int = 0
+    """The most rows that one of the light units needs."""
     begun: bool = False
     """Whether some of the rows are dealt out."""
     level: int = 0
@@ -94,26 +94,27 @@ class Group:
         """Work per row."""
         return self.area / max(1, self.tokens)
 
-    def copy(self) -> Group:
-        """The same, to be dealt out another time."""
+    def copy(self) -> RowGroup:
+        """A copy, to be dealt out another time."""
         found = replace(self, heavy=deque(), light=deque())
         found.heavy.extend(unit.copy() for unit in self.heavy)
         found.light.extend(unit.copy() for unit in self.light)
         return found
 
 
-def make_groups(work: Work, ranks: int) -> list[Group]:
+def make_row_groups(work: Work, ranks: int) -> list[RowGroup]:
     """All rows, cut into units and sorted into groups, in order of position."""
     tokens, pairs = max(1, work.seq_len // ranks), max(1, int(work.before[-1]) // ranks)
-    bounds, reach = _bounds(work.seams, work.seq_len, tokens // _SMALL)
+    bounds, largest = _bounds(work.seams, work.seq_len, tokens // _SMALL)
     start, stop, area = _units(work, bounds, pairs, tokens)
     group = torch.searchsorted(bounds, start, right=True) - 1
-    small = reach <= tokens // _SMALL
+    small = largest <= tokens // _SMALL
     density = _density(start, stop, area, group, small[group], max(1, tokens // _WINDOW))
     heavy = density * work.seq_len > float(work.before[-1]) * (1 + 1e-12)
-    needs = torch.where(small[group], reach[group], _spans(work, bounds, group, start))
+    needs = torch.where(small[group], largest[group], _spans(work, bounds, group, start))
     groups = [
-        Group(i, r, s) for i, (r, s) in enumerate(zip(reach.tolist(), small.tolist(), strict=True))
+        RowGroup(i, r, s)
+        for i, (r, s) in enumerate(zip(largest.tolist(), small.tolist(), strict=True))
     ]
     columns = (x.tolist() for x in (group, heavy, start, stop, area, needs))
     for g, is_heavy, *unit in zip(*columns, strict=True):
@@ -126,23 +127,23 @@ def make_groups(work: Work, ranks: int) -> list[Group]:
     return groups
 
 
-def _sum_up(group: Group, tokens: int, pairs: int) -> None:
+def _sum_up(group: RowGroup, tokens: int, pairs: int) -> None:
     """Fills in what follows from the units; `tokens` and `pairs` are a rank's shares."""
     units = (*group.heavy, *group.light)
     group.tokens = sum(unit.tokens for unit in units)
     group.area = sum(unit.area for unit in units)
-    group.light_reach = max((unit.reach for unit in group.light), default=0)
+    group.light_needed_rows = max((unit.needed_rows for unit in group.light), default=0)
     light = sum(unit.tokens for unit in group.light)
     sharers = max(1, group.area // pairs)
     group.equal = -(-light // sharers)
-    group.most = max(group.equal, group.reach // (2 * sharers))
+    group.most = max(group.equal, group.largest_document // (2 * sharers))
     # The ranks with the last rows need most, so light rows go to them until all need the same.
     wishes: list[int] = []
-    reach = group.heavy[0].reach if group.heavy else 0
-    while reach > 0 and len(wishes) < sharers:
-        own = min(tokens, max(1, pairs // max(1, reach)))
-        wishes.append(reach - own)
-        reach -= own
+    needed = group.heavy[0].needed_rows if group.heavy else 0
+    while needed > 0 and len(wishes) < sharers:
+        own = min(tokens, max(1, pairs // max(1, needed)))
+        wishes.append(needed - own)
+        needed -= own
     given, level = 0, wishes[0] if wishes else 0
     for count, (here, below) in enumerate(pairwise([*wishes, 0]), start=1):
         step = min(here - below, (light - given) // count)
@@ -178,8 +179,8 @@ def _bounds(seams: Tensor, seq_len: int, small: int) -> tuple[Tensor, Tensor]:
     keep[1:-1] = large[1:] | large[:-1]
     bounds = edges[keep]
     group = torch.searchsorted(bounds, edges[:-1], right=True) - 1
-    reach = torch.full((bounds.numel() - 1,), small)  # all small groups are equally good
-    return bounds, reach.scatter_reduce_(0, group, edges.diff(), "amax")
+    largest = torch.full((bounds.numel() - 1,), small)  # all small groups are equally good
+    return bounds, largest.scatter_reduce_(0, group, edges.diff(), "amax")
 
 
 def _units(work: Work, bounds: Tensor, share: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from flexcp.layout.balance.units import Group, Unit
+from flexcp.layout.balance.row_groups import RowGroup, Unit
 
 _CLOSE = 200
 """Work that is off by less than this fraction of a rank's is left alone."""
 _TOLERANCE = 4096
 """Cuts fall on rounder numbers as long as that costs less than this fraction of the mean work."""
 
-Taken = tuple[Group, Unit]
+Taken = tuple[RowGroup, Unit]
 """Rows, and where they are from."""
 
 
@@ -26,33 +26,35 @@ class Filling:
     """
 
     def __init__(
-        self, groups: list[Group], whole: list[Group], *, sharp: bool, level: bool
+        self, groups: list[RowGroup], whole: list[RowGroup], *, sharp: bool, level: bool
     ) -> None:
         self._sharp, self._level = sharp, level
-        by_reach = sorted(groups, key=lambda g: g.reach)
-        self._most = by_reach[-1].reach
-        self._heavy = [g for g in by_reach if g.heavy]
-        self._light = [g for g in by_reach if g.light]
-        self._whole = sorted(whole, key=lambda g: -g.reach)
+        by_size = sorted(groups, key=lambda g: g.largest_document)
+        self._most = by_size[-1].largest_document
+        self._heavy = [g for g in by_size if g.heavy]
+        self._light = [g for g in by_size if g.light]
+        self._whole = sorted(whole, key=lambda g: -g.largest_document)
         small = [unit for g in self._light if g.small for unit in g.light]
         self._cheap = sum(u.area for u in small) / max(1, sum(u.tokens for u in small))
         """Work per row of what fills up."""
-        self._current: Group | None = None
+        self._current: RowGroup | None = None
         """The group whose heavy rows are dealt out."""
-        self._source: Group | None = None
+        self._source: RowGroup | None = None
         """The group whose light rows are dealt out."""
-        self._light_reach = {g.number: g.light_reach if sharp else g.reach for g in groups}
+        self._light_needed_rows = {
+            g.number: g.light_needed_rows if sharp else g.largest_document for g in groups
+        }
         self._lights: Counter[int] = Counter()
         """How many light units this rank has of each group."""
         self._heavies: dict[int, int] = {}
-        """The reach of the heavy units that this rank has of each group."""
+        """Rows that are needed for the heavy units that this rank has of each group."""
         self._quota = 0
         """How many light rows of the current group this rank may still have."""
         self._last_light: Taken | None = None
         """What this rank took last."""
 
     def fill(self, tokens: int, area: int, least: int) -> list[Taken]:
-        """Takes rows for one rank: work of `area`, or `least` if more would reach too far."""
+        """Takes rows for one rank: work of `area`, or `least` if more would need too many rows."""
         self._lights, self._heavies, self._source = Counter(), {}, None
         self._last_light = None
         opened = self._open()
@@ -99,13 +101,13 @@ class Filling:
             tokens -= unit.tokens
         return own
 
-    def _take_whole(self, opened: Group, tokens: int, area: int) -> list[Taken]:
+    def _take_whole(self, opened: RowGroup, tokens: int, area: int) -> list[Taken]:
         """Whole groups, as long as the current one's rows and others can make up the rest."""
         dear = opened.heavy[0].area / opened.heavy[0].tokens
         cheap = self._cheap
         own: list[Taken] = []
         have = work = 0
-        rest: list[Group] = []
+        rest: list[RowGroup] = []
         for group in self._whole:
             if group.begun or group is opened:
                 continue
@@ -120,7 +122,7 @@ class Filling:
         self._whole = rest
         return own
 
-    def _empty(self, group: Group) -> None:
+    def _empty(self, group: RowGroup) -> None:
         group.heavy.clear()
         group.light.clear()
         group.begun = True
@@ -138,9 +140,9 @@ class Filling:
                 self._lights[source.number] -= 1
         return work
 
-    def _give_back(self, group: Group, unit: Unit) -> None:
+    def _give_back(self, group: RowGroup, unit: Unit) -> None:
         if not group.light:
-            self._light = sorted([*self._light, group], key=lambda g: g.reach)
+            self._light = sorted([*self._light, group], key=lambda g: g.largest_document)
         group.light.appendleft(unit)
 
     def _swap(self, own: list[Taken], light: list[Taken], missing: int, share: int) -> int | None:
@@ -160,17 +162,17 @@ class Filling:
         own.append(self._take_heavy(tokens))
         return own[-1][1].area - back
 
-    def _needs(self, group: Group) -> int:
+    def _needs(self, group: RowGroup) -> int:
         """Rows of a group that a rank needs to have its next heavy rows."""
-        return group.heavy[0].reach if self._sharp else group.reach
+        return group.heavy[0].needed_rows if self._sharp else group.largest_document
 
     def _room(self) -> int:
-        """How much more reach this rank may have until it has as much as the largest group."""
-        reach = dict(self._heavies)
+        """How many more rows this rank may need until it needs as many as the largest group has."""
+        needed = dict(self._heavies)
         for number, units in self._lights.items():
             if units:
-                reach[number] = max(reach.get(number, 0), self._light_reach[number])
-        return self._most - sum(reach.values())
+                needed[number] = max(needed.get(number, 0), self._light_needed_rows[number])
+        return self._most - sum(needed.values())
 
     def _open_fits(self) -> bool:
         """Whether the next heavy rows are of the same group, or of one that needs little."""
@@ -179,13 +181,13 @@ class Filling:
         group, fits = self._next()
         return fits and bool(group.heavy)
 
-    def _open(self) -> Group:
+    def _open(self) -> RowGroup:
         """The group whose heavy rows are next; one without any if there are none."""
         if self._current is None or not self._current.heavy:
             self._current, _ = self._next()
         return self._current
 
-    def _next(self) -> tuple[Group, bool]:
+    def _next(self) -> tuple[RowGroup, bool]:
         """The group to go on with, and whether it fits this rank."""
         self._heavy = [g for g in self._heavy if g.heavy]
         whole = {g.number for g in self._whole}
@@ -196,13 +198,13 @@ class Filling:
             return fits[-1], True
         return min(parted, key=self._needs, default=_NOTHING), False
 
-    def _wish(self, group: Group, missing: int) -> int:
+    def _wish(self, group: RowGroup, missing: int) -> int:
         """How many light rows of the group in which it works a rank should have."""
         if not group.heavy or not self._level:
             return group.equal if group.heavy else 0
         dear = group.heavy[0]
-        own = min(dear.reach, missing * dear.tokens // max(1, dear.area))
-        return max(0, min(group.most, dear.reach - own - group.level))
+        own = min(dear.needed_rows, missing * dear.tokens // max(1, dear.area))
+        return max(0, min(group.most, dear.needed_rows - own - group.level))
 
     def _take_heavy(self, tokens: int) -> Taken:
         group = self._open()
@@ -215,7 +217,7 @@ class Filling:
             group.heavy.popleft()
         return group, unit
 
-    def _light_group(self) -> Group | None:
+    def _light_group(self) -> RowGroup | None:
         """The group whose light rows are next."""
         current = self._current
         if current is not None and current.light and self._quota > 0:
@@ -224,7 +226,7 @@ class Filling:
             self._light = [g for g in self._light if g.light]
             room = self._room()
             free = [g for g in self._light if not g.heavy]
-            begun = [g for g in free if g.begun and self._light_reach[g.number] <= room]
+            begun = [g for g in free if g.begun and self._light_needed_rows[g.number] <= room]
             own = current if current is not None and current.light else None
             self._source = (
                 begun[-1]
@@ -233,12 +235,12 @@ class Filling:
             )
         return self._source
 
-    def _fitting(self, by_reach: list[Group], room: int) -> Group | None:
-        """The group of largest reach that fits, or the smallest."""
-        fits = [g for g in by_reach if self._light_reach[g.number] <= room]
-        return fits[-1] if fits else by_reach[0] if by_reach else None
+    def _fitting(self, by_size: list[RowGroup], room: int) -> RowGroup | None:
+        """The group with the largest document that fits, or the smallest."""
+        fits = [g for g in by_size if self._light_needed_rows[g.number] <= room]
+        return fits[-1] if fits else by_size[0] if by_size else None
 
-    def _take_light(self, group: Group, tokens: int) -> Unit:
+    def _take_light(self, group: RowGroup, tokens: int) -> Unit:
         self._lights[group.number] += 1
         group.begun = True
         if group is self._current and self._quota > 0:
@@ -250,7 +252,7 @@ class Filling:
         return unit
 
 
-_NOTHING = Group(-1, 0, small=True)
+_NOTHING = RowGroup(-1, 0, small=True)
 
 
 def _tokens(own: list[Taken]) -> int:

@@ -1,4 +1,4 @@
-"""Sizes: how large the tensors of one rank are during attention, known before anything runs."""
+"""RankSizes: how large a rank's tensors are during attention, known before anything runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexcp.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RankSizes:
     """What one rank holds under one mask: plain numbers, which compiled graphs can depend on.
 
     Without groups (`swaps` is False), a rank computes its own rows for all heads.
@@ -28,21 +28,21 @@ class Sizes:
     kept_rows: int
     """Rows of K and V of other ranks that are kept for the backward pass."""
     kept: Tensor = field(init=False, repr=False, compare=False)
-    """[kept_rows, 0] The same as a shape: a compiled graph lets shapes vary from plan to plan, but
-    not a number that it reaches through a module or a global."""
+    """[kept_rows, 0] Carries `kept_rows` as a shape: a compiled graph lets shapes vary from
+    plan to plan, but not a number that it reads from a module or a global."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kept", torch.empty(self.kept_rows, 0, device="cpu"))
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, num_heads: int, num_kv_heads: int) -> Sizes:
+    def of(cls, schedule: Schedule, rank: int, num_heads: int, num_kv_heads: int) -> RankSizes:
         """From a schedule.
 
         >>> import flexcp
         >>> from flexcp.plan import make_plan
         >>> plan = make_plan(flexcp.masks.full(), 12, 2, schedule="ulysses", num_heads=4)
-        >>> Sizes.of(plan.schedule_of(), 0, 4, 4)
-        Sizes(swaps=True, rows=12, q_heads=2, kv_heads=2, kept_rows=0)
+        >>> RankSizes.of(plan.schedule_of(), 0, 4, 4)
+        RankSizes(swaps=True, rows=12, q_heads=2, kv_heads=2, kept_rows=0)
         """
         group, place = schedule.group_of(rank)
         kept = 0

@@ -9,8 +9,8 @@ too, whatever the order. That leaves the order free for locality:
   rows from the end and its light rows from the start. For a causal mask that is the exact zigzag.
 - Its light rows are shared evenly by the ranks that work on it, since they have to be sent to all
   of them. Rows of small documents fill up the rest: they need little from elsewhere.
-- When a group ends within a rank, a group of small reach follows, so that no rank needs the rows of
-  two large ones.
+- When a group ends within a rank, a group that needs few rows follows, so that no rank needs the
+  rows of two large ones.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from contextlib import contextmanager
 
 import torch
 
-from flexcp.layout.balance.filling import Filling, Taken
-from flexcp.layout.balance.level import exchanged, levelled
+from flexcp.layout.balance.level import exchanged, with_even_work
 from flexcp.layout.balance.repair import repaired
-from flexcp.layout.balance.units import Group, make_groups
+from flexcp.layout.balance.row_groups import RowGroup, make_row_groups
+from flexcp.layout.balance.seeds import Filling, Taken
 from flexcp.layout.layout import Layout
 from flexcp.layout.rules import joined
 from flexcp.layout.work import Work
@@ -74,9 +74,9 @@ def fold(work: Work, ranks: int, *, exact_counts: bool = False) -> Layout:
     tensor([ 8,  9, 10, 11, 12, 13, 14, 15, 48, 49, 50, 51, 52, 53, 54, 55])
     """
     with _no_cycles():
-        best = _best(make_groups(work, ranks), work, ranks, exact_counts)
+        best = _best(make_row_groups(work, ranks), work, ranks, exact_counts)
         if _badness(best, work, ranks)[0]:
-            best = levelled(best, work.block, exact_counts=exact_counts)
+            best = with_even_work(best, work.block, exact_counts=exact_counts)
         pieces = [
             piece
             for rank, own in enumerate(best)
@@ -98,7 +98,7 @@ def _no_cycles() -> Iterator[None]:
             gc.enable()
 
 
-def _best(groups: list[Group], work: Work, ranks: int, exact_counts: bool) -> list[list[Taken]]:
+def _best(groups: list[RowGroup], work: Work, ranks: int, exact_counts: bool) -> list[list[Taken]]:
     """What each rank gets, dealt out in several ways of which the best is kept."""
     mean, tokens = int(work.before[-1]) // ranks, work.seq_len // ranks
     most = mean * (_UNDER + 1) // _UNDER
@@ -108,7 +108,7 @@ def _best(groups: list[Group], work: Work, ranks: int, exact_counts: bool) -> li
         for g in groups
         if not g.small and g.tokens * 8 <= tokens * 7 and g.area * 4 <= mean * 3
     ]
-    good = (False, max(g.reach for g in groups) - tokens + tokens // 8)
+    good = (False, max(g.largest_document for g in groups) - tokens + tokens // 8)
     found: list[tuple[tuple[bool, int], list[list[Taken]], list[list[Taken]]]] = []
     ways = [way for way in _WAYS if (whole or not way[0]) and (parted or way in _WAYS_OF_ROWS)]
     for number, (takes_whole, sharp, level) in enumerate(ways, start=1):
@@ -169,10 +169,12 @@ def _badness(parts: list[list[Taken]], work: Work, ranks: int) -> tuple[bool, in
     most = max(sum(unit.area for _, unit in own) for own in parts)
     received = 0
     for own in parts:
-        reach: dict[int, int] = {}
+        needed_rows: dict[int, int] = {}
         for group, unit in own:
-            reach[group.number] = max(reach.get(group.number, 0), unit.reach)
+            needed_rows[group.number] = max(needed_rows.get(group.number, 0), unit.needed_rows)
         rows = sum(unit.tokens for group, unit in own if not group.small)
-        needed = sum(reach[g.number] for g in {g.number: g for g, _ in own}.values() if not g.small)
+        needed = sum(
+            needed_rows[g.number] for g in {g.number: g for g, _ in own}.values() if not g.small
+        )
         received = max(received, needed - rows)
     return most * ranks * _EVEN_TO > int(work.before[-1]) * (_EVEN_TO + 1), received
