@@ -22,6 +22,7 @@ from flexcp.masks import Mask, as_mask, causal
 from flexcp.ops.parallel import attention
 from flexcp.ops.passes import shifted
 from flexcp.plan import Plan
+from flexcp.plan.memo import PlanMemo
 
 ScoreFunction = Callable[..., Tensor]
 
@@ -176,18 +177,19 @@ class _DTensors:
 
 def is_within_causal(plan: Plan, mask: str) -> bool:
     """Whether no query of a plan's mask sees a later key: then `is_causal` only repeats it."""
-    kept: dict[str, bool] = vars(plan).setdefault("_within_causal", {})
-    if mask not in kept:
-        kept[mask] = _is_within(plan.grids[mask], causal())
-    return kept[mask]
+    grid = plan.grids[mask]
+    return plan.memo.get(("is within causal", mask), lambda: _is_within(grid, causal()))
 
 
 @run_eagerly_on_cpu
 def _require_repeated(plan: Plan, mask: str, given: Any) -> None:
     """Raises if a call's block mask forbids a pair that the plan's mask allows."""
-    kept: dict[tuple[str, int], Any] = vars(plan).setdefault("_repeated", {})
-    if (mask, id(given)) in kept:
-        return
+    compared = plan.memo.get(("block masks compared", mask), lambda: PlanMemo(_MOST_KEPT))
+    compared.get(id(given), lambda: _repeated(plan, mask, given))
+
+
+def _repeated(plan: Plan, mask: str, given: Any) -> Any:
+    """The block mask, kept alive so that no other gets its id; raises if it forbids too much."""
     if isinstance(given, BlockMask):
         other: BlockGrid | Mask = BlockGrid.from_block_mask(given)
     elif isinstance(given, BlockGrid):
@@ -206,9 +208,7 @@ def _require_repeated(plan: Plan, mask: str, given: Any) -> None:
             "one that forbids some of them",
             "make the plan with this mask, and leave block_mask out",
         )
-    while len(kept) >= _MOST_KEPT:
-        kept.pop(next(iter(kept)))
-    kept[mask, id(given)] = given
+    return given
 
 
 @run_eagerly_on_cpu

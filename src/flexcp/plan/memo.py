@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,10 +15,10 @@ MOST_ENTRIES = 256
 
 @dataclass(eq=False)
 class PlanMemo:
-    """A cache that lives and dies with its plan; the least recently used entries are dropped.
+    """A cache that lives and dies with its plan; beyond its limit, the oldest entries are dropped.
 
     A key is a frozen dataclass, or a tuple that begins with the name of what is kept: keys of
-    several users meet here. Threads may share a memo. If two make the same entry at once, both get
+    several users meet here. Threads may share a memo: if two make the same entry at once, both get
     the one that was kept.
 
     >>> memo = PlanMemo()
@@ -31,25 +30,23 @@ class PlanMemo:
 
     limit: int = MOST_ENTRIES
     """How many entries are kept."""
-    _entries: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict, repr=False)
+    _entries: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was kept under a key, or what `make` makes, which is kept from now on.
 
-        `make` runs outside of the lock: it may use the memo itself. If it raises, nothing is kept.
+        `make` may use the memo itself; if it raises, nothing is kept.
         """
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                found: T = self._entries[key]
-                return found
-        made = make()
+        # Found without the lock, which torch.compile can't trace.
+        kept: T | _Missing = self._entries.get(key, _MISSING)
+        return self._keep(key, make()) if isinstance(kept, _Missing) else kept
+
+    def _keep(self, key: Hashable, made: T) -> T:
         with self._lock:
             kept: T = self._entries.setdefault(key, made)
-            self._entries.move_to_end(key)
             while len(self._entries) > self.limit:
-                self._entries.popitem(last=False)
+                del self._entries[next(iter(self._entries))]
         return kept
 
     def __len__(self) -> int:
@@ -59,3 +56,10 @@ class PlanMemo:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins empty: what was kept can be worked out again."""
         return PlanMemo, (self.limit,)
+
+
+class _Missing:
+    """Says that there is no entry: entries may be None."""
+
+
+_MISSING = _Missing()

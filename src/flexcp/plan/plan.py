@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,18 @@ class Plan:
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """All that was decided travels; the mesh, the rank and what was worked out do not."""
+        return Plan, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+    def __copy__(self) -> Plan:
+        """The plan itself: it never changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """The plan itself: a copied module goes on with the mesh of the original."""
+        return self
 
     @property
     def seq_len(self) -> int:
@@ -167,9 +180,11 @@ class Plan:
     def require_mesh(self) -> None:
         """Raises if the plan was made from numbers, or pickled: there is nobody to run it with."""
         if self.ranks.rank is None or self.ranks.transport is None:
+            pickled, numbers = "pickled, which drops the mesh", "made from numbers"
             raise FlexCPError(
                 "a plan that was made with a mesh",
-                f"one for {self.ranks.size} ranks that was made from numbers",
+                f"one for {self.ranks.size} ranks that was "
+                + (pickled if self.ranks.pickled else numbers),
                 "call flexcp.make_plan with a DeviceMesh, or with the mesh that testing.simulate "
                 "gives",
             )
@@ -184,8 +199,10 @@ class Plan:
         if rank is not None:
             return rank
         if self.ranks.rank is None:
+            pickled = "pickled, which drops the rank"
+            numbers = "made for a number of ranks and not for one of them"
             raise FlexCPError(
-                "a rank, since the plan was made for a number of ranks and not for one of them",
+                f"a rank, since the plan was {pickled if self.ranks.pickled else numbers}",
                 "none",
                 "pass rank=, or make the plan with a mesh",
             )
