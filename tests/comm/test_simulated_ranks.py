@@ -10,7 +10,7 @@ import torch
 
 import flexcp
 from flexcp import FlexCPError, masks, testing
-from flexcp.comm import RankError, Transport
+from flexcp.comm import RankError, RoundLabel, Transport
 from flexcp.plan import make_plan
 
 
@@ -42,8 +42,15 @@ def test_transfers_are_asynchronous_and_match_by_label():
     def fn(mesh):
         t, r = mesh.transport, mesh.get_rank()
         like = torch.zeros(1)
-        first = t.exchange([(1 - r, like + r)], [(1 - r, (1,))], like=like, label="a")
-        second = t.exchange([(1 - r, like + 10 + r)], [(1 - r, (1,))], like=like, label="b")
+        first = t.exchange(
+            [(1 - r, like + r)], [(1 - r, (1,))], like=like, label=RoundLabel("forward", "a", 0)
+        )
+        second = t.exchange(
+            [(1 - r, like + 10 + r)],
+            [(1 - r, (1,))],
+            like=like,
+            label=RoundLabel("forward", "b", 0),
+        )
         return float(second.wait()[0]), float(first.wait()[0])
 
     assert testing.simulate(fn, 2) == [(11.0, 1.0), (10.0, 0.0)]
@@ -53,7 +60,9 @@ def test_what_is_sent_is_what_it_was_when_it_was_sent():
     def fn(mesh):
         t, r = mesh.transport, mesh.get_rank()
         x = torch.ones(2)
-        pending = t.exchange([(1 - r, x)], [(1 - r, (2,))], like=x, label="x")
+        pending = t.exchange(
+            [(1 - r, x)], [(1 - r, (2,))], like=x, label=RoundLabel("forward", "", 0)
+        )
         x.zero_()
         return pending.wait()[0].tolist()
 
@@ -80,7 +89,9 @@ def test_a_deadlock_says_who_waits_for_whom():
         r = mesh.get_rank()
         if r < 2:
             x = torch.zeros(1)
-            mesh.transport.exchange([], [(1 - r, (1,))], like=x, label="round 3").wait()
+            mesh.transport.exchange(
+                [], [(1 - r, (1,))], like=x, label=RoundLabel("forward", "", 3)
+            ).wait()
 
     with pytest.raises(FlexCPError, match=r"rank 0 waits for rank 1 to send in round 3") as error:
         testing.simulate(fn, 3)
@@ -103,7 +114,9 @@ def test_a_message_of_another_shape_or_type_is_an_error():
     def fn(mesh):
         r = mesh.get_rank()
         x = torch.zeros(2 + r)
-        mesh.transport.exchange([(1 - r, x)], [(1 - r, x.shape)], like=x, label="round 1").wait()
+        mesh.transport.exchange(
+            [(1 - r, x)], [(1 - r, x.shape)], like=x, label=RoundLabel("forward", "", 1)
+        ).wait()
 
     with pytest.raises(RankError, match=r"shape \(3,\) from rank 0 in round 1"):
         testing.simulate(fn, 2)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp import masks, testing
-from flexcp.comm import RankError
+from flexcp.comm import RankError, RoundLabel
 
 CAUSAL = masks.causal()
 SLIDING = masks.sliding_window(17)
@@ -148,8 +148,8 @@ def noting_rounds(plan):
     exchange = transport.exchange
 
     def noting(sends, receives, *, like, label):
-        if "#" not in label:
-            noted.append(label)
+        if isinstance(label, RoundLabel):
+            noted.append(str(label))
         return exchange(sends, receives, like=like, label=label)
 
     vars(transport)["exchange"] = noting

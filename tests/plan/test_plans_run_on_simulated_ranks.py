@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from flexcp import masks, testing
+from flexcp.comm import RoundLabel
 from flexcp.plan import make_plan
 
 H, G, D = 6, 3, 4
@@ -75,7 +76,7 @@ class DenseRank:
         total = torch.zeros(*self.q.shape[:2], D, dtype=q.dtype)
         weight = torch.zeros(self.q.shape[:2], dtype=q.dtype)
         for i, step in enumerate(self.schedule.steps(self.rank, "forward")):
-            self.move(step.sends, step.receives, kv, f"forward {i}")
+            self.move(step.sends, step.receives, kv, RoundLabel("forward", "", i))
             for a, b in step.work:
                 keys = torch.arange(a, b)
                 p = self.scores(keys, kv).exp()
@@ -95,7 +96,7 @@ class DenseRank:
         delta = (grad * self.out).sum(-1, keepdim=True)
         dq, dkv = torch.zeros_like(self.q), torch.zeros_like(kv)
         for i, step in enumerate(self.schedule.steps(self.rank, "backward")):
-            self.move(step.sends, step.receives, kv, f"backward {i}")
+            self.move(step.sends, step.receives, kv, RoundLabel("backward", "", i))
             for a, b in step.work:
                 keys = torch.arange(a, b)
                 s = self.scores(keys, kv)
@@ -105,7 +106,9 @@ class DenseRank:
                 for h, g in enumerate(self.kv_of.tolist()):
                     dkv[0, g, keys] += ds[h].mT @ self.q[h]
                     dkv[1, g, keys] += p[h].mT @ grad[h]
-            self.move(step.returns_out, step.returns_in, dkv, f"gradients {i}", add=True)
+            self.move(
+                step.returns_out, step.returns_in, dkv, RoundLabel("gradients", "", i), add=True
+            )
         dk, dv = (self.to_rows(x[:, self.rows], "kv", G) for x in dkv)
         return self.to_rows(dq, "q", H), dk, dv
 

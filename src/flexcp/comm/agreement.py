@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class Comparer(Protocol):
 
 def agree(transport: Comparer, what: str, facts: Mapping[str, str], fix: str) -> None:
     """Raises on every rank if the ranks' facts differ, saying what differs between whom."""
-    mine = "\n".join(f"{name}={value}" for name, value in facts.items())
+    mine = json.dumps(dict(facts))
     every = transport.all_bytes(hashlib.sha256(mine.encode()).digest()[:_DIGEST])
     if len(set(every)) == 1:
         return
@@ -51,7 +52,7 @@ def agree(transport: Comparer, what: str, facts: Mapping[str, str], fix: str) ->
 
 
 def _differences(names: Sequence[str], texts: Sequence[str]) -> str:
-    every = [dict(line.split("=", 1) for line in text.split("\n")) for text in texts]
+    every: list[dict[str, str]] = [json.loads(text) for text in texts]
     names = list(dict.fromkeys([*names, *(name for facts in every for name in facts)]))
     found = []
     for name in names:

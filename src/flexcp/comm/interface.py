@@ -11,6 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from flexcp.comm.labels import MessageLabel
+
 
 class Pending(Protocol):
     """Transfers on their way."""
@@ -40,7 +42,7 @@ class Transport(Protocol):
         receives: Sequence[tuple[int, Sequence[int]]],
         *,
         like: Tensor,
-        label: str,
+        label: MessageLabel,
     ) -> Pending:
         """Starts the transfers of a round, and returns at once.
 
@@ -48,7 +50,7 @@ class Transport(Protocol):
             sends: Rank and tensor of each message.
             receives: Rank and shape of each message to come.
             like: A tensor with the type and device of what comes.
-            label: Names the round, in errors; messages only match within one label.
+            label: Names the round; messages only match within one label.
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from torch import Tensor
 from flexcp.comm.collectives import PairwiseCollectives
 from flexcp.comm.faults import gone_ranks, names_of
 from flexcp.comm.interface import Pending
+from flexcp.comm.labels import CollectiveName, MessageLabel
 from flexcp.errors import FlexCPError
 
 
@@ -27,7 +27,7 @@ class _InFlight:
     received: list[Tensor]
     kept: list[Tensor]
     """What is being sent; must live until it is."""
-    label: str
+    label: MessageLabel
 
     def wait(self) -> list[Tensor]:
         for what, peer, work in self.works:
@@ -55,7 +55,7 @@ class ProcessTransport(PairwiseCollectives):
     moment: ClassVar[float] = 0.5
     bytes_received: int = 0
     """What has come so far."""
-    _calls: dict[str, int] = field(default_factory=dict)
+    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int] = field(default_factory=dict)
     _notes: list[Pending] = field(default_factory=list)
 
     @classmethod
@@ -96,15 +96,14 @@ class ProcessTransport(PairwiseCollectives):
         receives: Sequence[tuple[int, Sequence[int]]],
         *,
         like: Tensor,
-        label: str,
+        label: MessageLabel,
     ) -> _InFlight:
         """Starts the transfers of a round, and returns at once."""
         kept = [x.detach().contiguous() for _, x in sends]
         received = [
             torch.empty(*shape, dtype=like.dtype, device=like.device) for _, shape in receives
         ]
-        # Messages of another round never match, should a rank be elsewhere (NCCL knows no tags).
-        tag = zlib.crc32(label.encode()) >> 1
+        tag = label.tag  # no message of another round matches (but NCCL knows no tags)
 
         def operation(verb: Any, x: Tensor, peer: int) -> dist.P2POp:
             return dist.P2POp(verb, x, self.members[peer], self.group, tag)
@@ -129,7 +128,7 @@ class ProcessTransport(PairwiseCollectives):
             named = [(what, peer, w) for (what, peer, _), w in zip(ops, works, strict=True)]
         return _InFlight(self, named, received, kept, label)
 
-    def lost(self, peer: int, what: str, label: str, error: BaseException) -> FlexCPError:
+    def lost(self, peer: int, what: str, label: MessageLabel, error: BaseException) -> FlexCPError:
         """The error for a peer that did not answer, maybe because another rank is gone."""
         verb = {"receive": "send", "send": "take"}.get(what, "exchange")
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexcp.comm.collectives import PairwiseCollectives
 from flexcp.comm.interface import Pending
+from flexcp.comm.labels import CollectiveName, MessageLabel
 from flexcp.errors import FlexCPError
 
 
@@ -78,7 +79,7 @@ class World:
     """The ranks, and what is on its way between them."""
 
     size: int
-    mail: dict[tuple[int, int, str], list[Tensor]] = field(default_factory=dict)
+    mail: dict[tuple[int, int, MessageLabel], list[Tensor]] = field(default_factory=dict)
     """Messages by source, target and label, in the order in which they were sent."""
     bytes_received: list[int] = field(default_factory=list)
     """What every rank has received so far."""
@@ -181,14 +182,13 @@ class World:
 
 
 @dataclass(eq=False)
-class _Arriving:
+class _SimulatedReceives:
     """Messages that were asked for."""
 
     transport: SimulatedTransport
     receives: list[tuple[int, tuple[int, ...]]]
-    label: str
+    label: MessageLabel
     like: Tensor
-    number: int
 
     def wait(self) -> list[Tensor]:
         return [self._take(source, shape) for source, shape in self.receives]
@@ -220,7 +220,7 @@ class SimulatedTransport(PairwiseCollectives):
 
     world: World
     rank: int
-    _calls: dict[str, int] = field(default_factory=dict)
+    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int] = field(default_factory=dict)
     _notes: list[Pending] = field(default_factory=list)
 
     @property
@@ -234,15 +234,15 @@ class SimulatedTransport(PairwiseCollectives):
         receives: Sequence[tuple[int, Sequence[int]]],
         *,
         like: Tensor,
-        label: str,
-    ) -> _Arriving:
+        label: MessageLabel,
+    ) -> _SimulatedReceives:
         """Sends copies at once; what is received is fetched when it is waited for."""
         for target, x in sends:
             self._post(target, x, label)
         wanted = [(source, tuple(shape)) for source, shape in receives]
-        return _Arriving(self, wanted, label, like, 0)
+        return _SimulatedReceives(self, wanted, label, like)
 
-    def _post(self, target: int, x: Tensor, label: str) -> None:
+    def _post(self, target: int, x: Tensor, label: MessageLabel) -> None:
         if not 0 <= target < self.world_size or target == self.rank:
             raise FlexCPError(
                 f"another rank of {self.world_size} to send to", str(target), "see the schedule"

@@ -18,12 +18,13 @@ from torch.distributed import ProcessGroup
 
 from flexcp.comm.faults import gone_ranks, names_of
 from flexcp.comm.interface import Pending
+from flexcp.comm.labels import MessageLabel
 from flexcp.comm.process import ProcessTransport
 from flexcp.errors import FlexCPError
 
 
 @contextmanager
-def answered(group: ProcessGroup, label: str) -> Iterator[None]:
+def answered(group: ProcessGroup, label: MessageLabel | str) -> Iterator[None]:
     """Says which collective failed and who is gone, if one does: torch's message says only how."""
     try:
         yield
@@ -41,14 +42,14 @@ def answered(group: ProcessGroup, label: str) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class _Arriving:
+class _CollectiveReceives:
     """A collective on its way."""
 
     moving: Tensor
     sizes: list[int]
     shapes: list[Sequence[int]]
     pairs: ProcessTransport
-    label: str
+    label: MessageLabel
 
     def wait(self) -> list[Tensor]:
         """The received tensors, in the order of the receives."""
@@ -84,7 +85,7 @@ class CollectiveTransport:
         receives: Sequence[tuple[int, Sequence[int]]],
         *,
         like: Tensor,
-        label: str,
+        label: MessageLabel,
     ) -> Pending:
         """Starts the transfers of a round, and returns at once."""
         if not sends and not receives:
@@ -98,7 +99,7 @@ class CollectiveTransport:
         with answered(self.pairs.group, label):
             moving = funcol.all_to_all_single(whole, taken, given, self.pairs.group)
         shapes = [came.get(r, ()) for r in everyone]
-        return _Arriving(moving, taken, shapes, self.pairs, label)
+        return _CollectiveReceives(moving, taken, shapes, self.pairs, label)
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """The tensors of all ranks, by rank."""
@@ -145,10 +146,10 @@ class GatheringTransport(CollectiveTransport):
         receives: Sequence[tuple[int, Sequence[int]]],
         *,
         like: Tensor,
-        label: str,
+        label: MessageLabel,
     ) -> Pending:
         """Starts the transfers of a round, and returns at once."""
-        if " of the forward of " not in label or not sends:
+        if not label.is_forward or not sends:
             return super().exchange(sends, receives, like=like, label=label)
         own = sends[0][1].detach().reshape(-1)
         came = dict(receives)
@@ -157,7 +158,7 @@ class GatheringTransport(CollectiveTransport):
         with answered(self.pairs.group, label):
             moving = funcol.all_gather_single(padded, 0, self.pairs.group)
         shapes = [came.get(r, ()) for r in range(self.world_size)]
-        return _Arriving(moving, [most] * self.world_size, shapes, self.pairs, label)
+        return _CollectiveReceives(moving, [most] * self.world_size, shapes, self.pairs, label)
 
 
 def backward_in_step(out: Tensor, transport: CollectiveTransport) -> Tensor:

@@ -7,13 +7,14 @@ run gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Pending, Transport
+from flexcp.comm import Pending, RoundLabel, Transport
 from flexcp.kernels import flash
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.merge import merge_into
@@ -51,12 +52,12 @@ def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    label: str,
+    mask: str,
 ) -> tuple[Tensor, Tensor, Kept]:
     """(out, lse) of the rank's queries over all keys, in the accumulation type."""
     total: tuple[Tensor, Tensor] | None = None
     rows = Rows.of(k, v, program)
-    flow = _Flow(program, transport, rows, f"forward of {label}")
+    flow = _Flow(program, transport, rows, partial(RoundLabel, "forward", mask))
     for round_ in flow:
         keys = flow.work(round_)
         for lane in round_.lanes if q.numel() else ():
@@ -98,7 +99,7 @@ def run_backward(
     out: Tensor,
     lse: Tensor,
     kept: Kept | None,
-    label: str,
+    mask: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k, v and captured tensors, from the out and lse over all keys."""
     dtype = accumulation_dtype(q.dtype)
@@ -106,8 +107,8 @@ def run_backward(
     mods = [mod for mod in kernel.score_mods if mod is not None]
     captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
     rows = Rows.of(k, v, program)
-    flow = _Flow(program, transport, rows, f"backward of {label}", kept)
-    home = _Homecoming(program, transport, rows, dtype, f"gradients of {label}")
+    flow = _Flow(program, transport, rows, partial(RoundLabel, "backward", mask), kept)
+    home = _Homecoming(program, transport, rows, dtype, partial(RoundLabel, "gradients", mask))
     for number, round_ in enumerate(flow):
         keys = flow.work(round_)
         piece: Tensor | None = None
@@ -144,10 +145,10 @@ def run_backward(
 
 
 def run_gather(
-    program: RankProgram, transport: Transport, k: Tensor, v: Tensor, label: str
+    program: RankProgram, transport: Transport, k: Tensor, v: Tensor, mask: str
 ) -> Tensor:
     """K and V of all rows that the rank computes against, in the order of the rounds, as `Rows`."""
-    flow = _Flow(program, transport, Rows.of(k, v, program), f"forward of {label}")
+    flow = _Flow(program, transport, Rows.of(k, v, program), partial(RoundLabel, "forward", mask))
     return joined([flow.work(round_) for round_ in flow])
 
 
@@ -158,14 +159,16 @@ def run_scatter(
     k: Tensor,
     v: Tensor,
     rows_of_round: Sequence[Tensor],
-    label: str,
+    mask: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the own k and v, from that of what `run_gather` returned.
 
     `rows_of_round` says which of its rows each round of the backward program speaks of.
     """
     rows = Rows.of(k, v, program)
-    home = _Homecoming(program, transport, rows, gradient.dtype, f"gradients of {label}")
+    home = _Homecoming(
+        program, transport, rows, gradient.dtype, partial(RoundLabel, "gradients", mask)
+    )
     for number, (round_, index) in enumerate(zip(program.rounds, rows_of_round, strict=True)):
         home.after(number, round_, gradient.index_select(ROW, index.to(gradient.device)))
     return home.arrive()
@@ -179,7 +182,7 @@ class _Flow:
         program: RankProgram,
         transport: Transport,
         rows: Rows,
-        label: str,
+        label: Callable[[int], RoundLabel],
         kept: Kept | None = None,
     ) -> None:
         self._program, self._transport, self._rows, self._label = program, transport, rows, label
@@ -210,7 +213,7 @@ class _Flow:
             [(m.peer, self._picked(m.picks, m.rows)) for m in round_.sends if m.rows],
             [(m.peer, self._rows.shape_of(m.rows)) for m in round_.receives if m.rows],
             like=self._rows.own,
-            label=f"round {number} of the {self._label}",
+            label=self._label(number),
         )
 
     def _picked(self, picks: Sequence[Pick], rows: int) -> Tensor:
@@ -235,7 +238,7 @@ class _Homecoming:
         transport: Transport,
         rows: Rows,
         dtype: torch.dtype,
-        label: str,
+        label: Callable[[int], RoundLabel],
     ) -> None:
         self._program, self._transport, self._rows = program, transport, rows
         self._dtype, self._label = dtype, label
@@ -261,7 +264,7 @@ class _Homecoming:
             sends,
             [(m.peer, self._rows.shape_of(m.rows)) for m in round_.returns_in if m.rows],
             like=self._rows.own,
-            label=f"round {number} of the {self._label}",
+            label=self._label(number),
         )
         self._pending = (number, pending)
 

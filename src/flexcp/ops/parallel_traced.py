@@ -19,7 +19,7 @@ from flexcp.graph_handles import owner_of
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.agreement import refusing
 from flexcp.ops.executor import run_gather, run_scatter
-from flexcp.ops.passes import label_of, prepare_call, shifted, transport_of
+from flexcp.ops.passes import prepare_call, shifted, transport_of
 from flexcp.ops.rank_program import RankProgram, Work, rank_program, rows_of_spans
 from flexcp.ops.rows import ROW, shape_of_rows
 from flexcp.ops.traced import TracedPlan, no_keys, run_traced, traced_plan
@@ -160,7 +160,7 @@ def _fetched(
     call.agree(gradients, extras)
     fetch = _fetch(plan, mask)
     assert (fetch.rows, fetch.forward.by_element) == (rows, by_element)
-    came = run_gather(fetch.forward, call.transport, k, v, call.label)
+    came = run_gather(fetch.forward, call.transport, k, v, call.mask)
     return came.index_select(ROW, fetch.order.to(came.device))
 
 
@@ -189,7 +189,7 @@ def _returned(
     assert isinstance(plan, Plan)
     fetch, (transport, _) = _fetch(plan, mask), transport_of(plan)
     grad_k, grad_v = run_scatter(
-        fetch.backward, transport, gradient, k, v, fetch.rows_of_round, label_of(mask)
+        fetch.backward, transport, gradient, k, v, fetch.rows_of_round, mask
     )
     return grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()
 

@@ -50,16 +50,6 @@ class Call:
             kept[key] = _rank_program(schedule, grid, self.rank, direction)
         return kept[key]
 
-    @property
-    def label(self) -> str:
-        """What to call it in errors."""
-        return label_of(self.mask)
-
-
-def label_of(mask: str) -> str:
-    """What to call attention under one of a plan's masks, in errors."""
-    return f"attention under mask {mask!r}" if mask else "attention"
-
 
 _rank_program = run_eagerly_on_cpu(rank_program)
 
@@ -198,7 +188,7 @@ def forward_pass(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
         inner = (swap.to_heads(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
     with torch.autocast(q.device.type, enabled=False):
         part, part_lse, kept = run_forward(
-            call.program("forward"), call.transport, call.kernel, *inner, call.label
+            call.program("forward"), call.transport, call.kernel, *inner, call.mask
         )
     dtype = q.dtype
     out, lse = part, part_lse
@@ -258,7 +248,7 @@ def backward_pass(
             saved.part,
             saved.part_lse,
             saved.kept,
-            call.label,
+            call.mask,
         )
     if swap is not None:
         own = len(swap.heads[swap.place].kv)
