@@ -16,7 +16,7 @@ PACKS = 3
 
 @pytest.fixture(scope="module")
 def packs() -> Callable[[int, int], list[list[int]]]:
-    path = Path(__file__).parents[2] / "benchmarks" / "documents.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "documents.py"
     spec = importlib.util.spec_from_file_location("benchmark_documents", path)
     assert spec is not None
     assert spec.loader is not None
