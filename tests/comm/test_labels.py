@@ -37,8 +37,8 @@ def test_tags_fit_what_transports_take_and_travel():
 
 def test_tags_are_the_same_in_every_process():
     """Python's own hashes of texts are not."""
-    assert RoundLabel("forward", "sliding", 3).tag == 1956823785
-    assert CollectiveLabel("all_gather", 1).tag == 848885406
+    assert RoundLabel("forward", "sliding", 3).tag == 864071217
+    assert CollectiveLabel("all_gather", 1).tag == 1620923588
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -23,7 +23,7 @@ class MessageLabel(ABC):
     @property
     def tag(self) -> int:
         """31 bits that differ between labels, as good as always, and are the same on all ranks."""
-        return zlib.crc32(repr((type(self).__name__, *astuple(self))).encode()) >> 1
+        return zlib.crc32(repr(self).encode()) >> 1
 
     @abstractmethod
     def __str__(self) -> str:
