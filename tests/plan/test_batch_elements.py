@@ -46,8 +46,8 @@ def test_named_layouts_are_even_in_every_element(layout, most):
     plan = make_plan(DOCUMENTS, LENGTH, RANKS, layout=layout, schedule="exchange", batch=3)
     assert (plan.layout.batch_elements, plan.layout.name) == (3, layout)
     plan.check()
-    for element, lengths in enumerate(PACKS):
-        own = layout_of_element(plan.layout, element)
+    for b, lengths in enumerate(PACKS):
+        own = layout_of_element(plan.layout, b)
         areas = area_per_rank([element(lengths)], own).double()
         assert float(areas.max() / areas.mean()) <= most
     assert plan.stats().imbalance <= most
@@ -59,9 +59,9 @@ def test_an_element_has_the_layout_that_it_has_alone(layout):
     packs = [[1024, 512, 2560], [256, 3840], [2048, 2048]]
     mask = masks.document(lengths=packs) & masks.causal()
     plan = make_plan(mask, 4096, 4, layout=layout, schedule="exchange", batch=3)
-    for element, lengths in enumerate(packs):
+    for b, lengths in enumerate(packs):
         alone = make_plan(element(lengths), 4096, 4, layout=layout, schedule="exchange")
-        assert layout_of_element(plan.layout, element) == alone.layout
+        assert layout_of_element(plan.layout, b) == alone.layout
 
 
 @pytest.mark.parametrize("layout", ["per_document", "ptrr", "balanced"])
