@@ -20,17 +20,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.comm.process import ProcessTransport
 from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
-from flexcp.compat._cp_options import _cp_options
+from flexcp.compat._cp_options import _cp_options, _RotateMethod
+from flexcp.compat._cp_transport import CollectiveTransport
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
+from flexcp.plan import Plan
 
 _MOST_LAYOUTS = 16
 """Layouts that a group remembers."""
 
 
+@dataclass(frozen=True)
+class CallKind:
+    """What calls of attention have in common that one plan serves."""
+
+    layout: str
+    """The layout's fingerprint."""
+    is_causal: bool
+    method: _RotateMethod
+    """How K and V travel."""
+    batch_and_heads: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
 @dataclass(eq=False)
-class Group:
+class CPGroup:
     """What is known of one process group: lives as long as the group."""
 
     mesh: DeviceMesh
@@ -42,8 +59,10 @@ class Group:
     """The layout of each shard that is still in use."""
     open: list[list[Layout]] = field(default_factory=list)
     """Layouts of each open `context_parallel`, innermost last."""
-    kept: dict[Any, Any] = field(default_factory=dict)
-    """Plans and transports."""
+    plans: dict[CallKind, Plan] = field(default_factory=dict)
+    """The plan of each kind of call; the latest last."""
+    collectives: dict[_RotateMethod, CollectiveTransport] = field(default_factory=dict)
+    """The transport of each way for K and V to travel."""
 
     @property
     def rank(self) -> int:
@@ -123,10 +142,10 @@ def _only(layouts: Sequence[Layout]) -> Layout | None:
 
 
 # Kept by group rather than as a switch: it ends with the group, and groups don't see each other's.
-_groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[ProcessGroup, CPGroup] = WeakKeyDictionary()
 
 
-def group_of(mesh: DeviceMesh) -> Group:
+def group_of(mesh: DeviceMesh) -> CPGroup:
     """What is known of the group of a mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise FlexCPError(
@@ -143,7 +162,7 @@ def group_of(mesh: DeviceMesh) -> Group:
     process_group = mesh.get_group()
     found = _groups.get(process_group)
     if found is None:
-        found = Group(mesh, ProcessTransport.of_mesh(mesh))
+        found = CPGroup(mesh, ProcessTransport.of_mesh(mesh))
         _groups[process_group] = found
     return found
 
@@ -207,7 +226,7 @@ def shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
     return layout.shard(x, dim, rank=rank)
 
 
-def unshard(x: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
+def unshard(x: Tensor, dim: int, layout: Layout, group: CPGroup) -> Tensor:
     """All rows in their original order; differentiable."""
     dim = dim_of(x, dim)
     if layout.lanes > 1 and (dim == 0 or x.shape[0] != layout.lanes):
@@ -216,11 +235,11 @@ def unshard(x: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
             f"but the buffer has shape {tuple(x.shape)}; the load balancer differs between batch "
             "elements, which must be dim 0."
         )
-    parts = _Gather.apply(x, dim, layout.counts.tolist(), group)  # type: ignore[no-untyped-call]
+    parts = _GatherShards.apply(x, dim, layout.counts.tolist(), group)  # type: ignore[no-untyped-call]
     return layout.restore(parts, dim)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     """The parts of all ranks; the gradient of the own part is the own gradient.
 
     Every rank gets the same tensor and is taken to do the same with it.
@@ -228,7 +247,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, counts: Sequence[int], group: Group
+        ctx: Any, x: Tensor, dim: int, counts: Sequence[int], group: CPGroup
     ) -> tuple[Tensor, ...]:
         ctx.rank = group.rank
         if x.shape[dim] != counts[group.rank]:

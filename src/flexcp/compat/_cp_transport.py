@@ -41,7 +41,7 @@ def answered(group: ProcessGroup, label: str) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class _Arriving:
+class _ArrivingCollective:
     """A collective on its way."""
 
     moving: Tensor
@@ -98,7 +98,7 @@ class CollectiveTransport:
         with answered(self.pairs.group, label):
             moving = funcol.all_to_all_single(whole, taken, given, self.pairs.group)
         shapes = [came.get(r, ()) for r in everyone]
-        return _Arriving(moving, taken, shapes, self.pairs, label)
+        return _ArrivingCollective(moving, taken, shapes, self.pairs, label)
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """The tensors of all ranks, by rank."""
@@ -157,7 +157,7 @@ class GatheringTransport(CollectiveTransport):
         with answered(self.pairs.group, label):
             moving = funcol.all_gather_single(padded, 0, self.pairs.group)
         shapes = [came.get(r, ()) for r in range(self.world_size)]
-        return _Arriving(moving, [most] * self.world_size, shapes, self.pairs, label)
+        return _ArrivingCollective(moving, [most] * self.world_size, shapes, self.pairs, label)
 
 
 def backward_in_step(out: Tensor, transport: CollectiveTransport) -> Tensor:

@@ -7,8 +7,9 @@ do, is refused: nothing that the caller wrote is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -39,6 +40,8 @@ class PlannedAttention:
     """The name of the mask."""
     first_head: int
     """Number of the first query head that this rank has."""
+    compared: ComparedMasks
+    """What is known of the plan's masks."""
 
     def sdpa(
         self,
@@ -53,7 +56,7 @@ class PlannedAttention:
     ) -> Tensor:
         """As `torch.nn.functional.scaled_dot_product_attention`."""
         refuse_mask_and_dropout(attn_mask, dropout_p)
-        if is_causal and not is_within_causal(self.plan, self.mask):
+        if is_causal and not self.compared.is_within_causal(self.plan, self.mask):
             raise FlexCPError(
                 "is_causal=False, since the plan's mask lets queries see later keys",
                 "is_causal=True",
@@ -97,7 +100,7 @@ class PlannedAttention:
                 "return_lse or return_aux", "both", "pass return_aux=AuxRequest(lse=True) alone"
             )
         if block_mask is not None:
-            _require_repeated(self.plan, self.mask, block_mask)
+            _require_repeated(self.compared, self.plan, self.mask, block_mask)
         out, lse = self._run(query, key, value, score_mod, scale, enable_gqa, sinks)
         if return_aux is not None:
             return out, AuxOutput(lse if return_aux.lse else None, None)
@@ -174,18 +177,34 @@ class _DTensors:
         return DTensor.from_local(x, self.mesh, self.placements, run_check=False)
 
 
-def is_within_causal(plan: Plan, mask: str) -> bool:
-    """Whether no query of a plan's mask sees a later key: then `is_causal` only repeats it."""
-    kept: dict[str, bool] = vars(plan).setdefault("_within_causal", {})
-    if mask not in kept:
-        kept[mask] = _is_within(plan.grids[mask], causal())
-    return kept[mask]
+@dataclass(frozen=True, eq=False)
+class ComparedMasks:
+    """How a plan's masks compare with what calls of attention say: worked out once."""
+
+    within_causal: dict[str, bool] = field(default_factory=dict)
+    """Whether no query of a mask sees a later key, by name."""
+    repeated: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """Block masks that allow all that a mask allows, by its name and their id; the latest last."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> ComparedMasks:
+        """What is known of a plan's masks, the same object for the same plan."""
+        return _compared.setdefault(plan, cls())
+
+    def is_within_causal(self, plan: Plan, mask: str) -> bool:
+        """Whether no query of a plan's mask sees a later key: then `is_causal` only repeats it."""
+        if mask not in self.within_causal:
+            self.within_causal[mask] = _is_within(plan.grids[mask], causal())
+        return self.within_causal[mask]
+
+
+_compared: WeakKeyDictionary[Plan, ComparedMasks] = WeakKeyDictionary()
 
 
 @run_eagerly_on_cpu
-def _require_repeated(plan: Plan, mask: str, given: Any) -> None:
+def _require_repeated(compared: ComparedMasks, plan: Plan, mask: str, given: Any) -> None:
     """Raises if a call's block mask forbids a pair that the plan's mask allows."""
-    kept: dict[tuple[str, int], Any] = vars(plan).setdefault("_repeated", {})
+    kept = compared.repeated
     if (mask, id(given)) in kept:
         return
     if isinstance(given, BlockMask):

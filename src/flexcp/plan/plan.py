@@ -26,6 +26,7 @@ from flexcp.plan.mesh import Ranks
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.sizes import Sizes
 from flexcp.plan.stats import Stats, make_stats
+from flexcp.plan.styles import UnappliedStyles
 from flexcp.schedule import Schedule, check_schedule
 
 
@@ -66,6 +67,10 @@ class Plan:
     """What this rank holds during attention under every mask; empty likewise."""
     graph_handle: Tensor | None = field(init=False, repr=False)
     """Stands for the plan inside compiled graphs; see `flexcp.graph_handles`."""
+    unapplied_styles: UnappliedStyles = field(
+        init=False, repr=False, default_factory=UnappliedStyles
+    )
+    """Parallel styles that were made with this plan and that no module has yet."""
 
     def __post_init__(self) -> None:
         rank, heads = self.ranks.rank, (self.shape.num_heads, self.shape.num_kv_heads)
@@ -111,11 +116,15 @@ class Plan:
         return self.layout.positions(self._rank(rank))
 
     def shard(self, x: Tensor, dim: int, *, rank: int | None = None, batch_dim: int = 0) -> Tensor:
-        """This rank's rows of a full tensor; differentiable."""
+        """This rank's rows of a full tensor; differentiable.
+
+        A ContextParallel that was made with the plan has to be applied to a module before.
+        """
         if torch.compiler.is_compiling() and rank is None and self.rows is not None:
             where = (dim % x.dim(), self._rank(None), batch_dim)
             local: Tensor = compiled.shard(x, self.compiler_handle, *where, self.rows)
             return local
+        self.unapplied_styles.require_applied("plan.shard")
         return self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
 
     def unshard(self, x: Tensor, dim: int, *, batch_dim: int = 0) -> Tensor:

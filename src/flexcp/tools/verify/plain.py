@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from flexcp.batch import cross_entropy, shard_batch
+from flexcp.compat.intercept import SDPA, Interception, in_force
 from flexcp.errors import FlexCPError
-from flexcp.integrations._recomputation import kept_for_recomputation
 from flexcp.integrations.context_parallel import ContextParallel
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, causal, full
 from flexcp.ops import flex_attention
 from flexcp.plan import Plan, make_plan
-from flexcp.tools.verify.observe import _SDPA, AttentionCall, _logits
+from flexcp.tools.verify.observe import AttentionCall, _logits
 
 _TOKENS = ("input_ids", "tokens", "inputs", "input", "ids", "idx", "x")
 _POSITIONS = ("position_ids", "positions", "pos", "input_pos")
@@ -64,7 +63,7 @@ class Plain:
         padding = batch.get("attention_mask")
         if padding is not None:
             labels[padding == 0] = -100
-        with kept_for_recomputation(lambda: _Attend(self.mask)), _Attend(self.mask):
+        with in_force(lambda: _Attend(self.mask)):
             logits = logits_of(model, tokens, places)
         flat = logits[:, :-1].flatten(0, 1)
         flat = flat if flat.dtype == torch.float64 else flat.float()
@@ -145,20 +144,27 @@ def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
     return logits
 
 
-class _Attend(TorchFunctionMode):
+class _Attend(Interception):
     """Attention under a mask within one process, by the oracle: nothing that the ranks run."""
+
+    looks_into_layers = False
 
     def __init__(self, mask: Mask | MaskMod | None) -> None:
         super().__init__()
         self.mask = mask
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def sdpa(self, *args: Any, **kwargs: Any) -> Any:
+        return self._attend(SDPA, _sdpa, args, kwargs)
+
+    def flex(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._attend(function, flex_attention, args, kwargs)
+
+    def _attend(
+        self, function: Any, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in (_SDPA, flex_attention) or self.mask is None:
-            return func(*args, **kwargs)
-        names = list(inspect.signature(_sdpa if func is _SDPA else flex_attention).parameters)
+        if self.mask is None:
+            return function(*args, **kwargs)
+        names = list(inspect.signature(signature).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if given.get("dropout_p"):
             raise FlexCPError(

@@ -2,7 +2,8 @@
 
 A checkpointed region runs a second time in the backward pass, possibly after the settings of its
 first run have ended, and on another thread. `torch.utils.checkpoint` keeps random numbers and
-autocast for it; this keeps whatever else is in force.
+autocast for it; this keeps whatever else is in force. It has no hook for that, so two names in its
+module stand for ours as long as a setting is in force somewhere.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from torch.utils import checkpoint as torch_checkpoint
 
 Setting = Callable[[], AbstractContextManager[Any]]
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-_FUNCTION = "CheckpointFunction"
-
 
 class _InForce(threading.local):
     def __init__(self) -> None:
@@ -27,53 +25,54 @@ class _InForce(threading.local):
 
 _in_force = _InForce()
 _lock = threading.Lock()
-_before: dict[str, Any] = {}
 _users = 0
+_generator = torch_checkpoint._checkpoint_without_reentrant_generator
+_function = torch_checkpoint.CheckpointFunction
 
 
 @contextmanager
 def kept_for_recomputation(setting: Setting) -> Iterator[None]:
     """What is checkpointed in the body, reentrant or not, is recomputed in `setting()`."""
-    _in_force.settings.append(setting)
-    _watch()
+    begin_keeping(setting)
     try:
         yield
     finally:
-        _in_force.settings.pop()
-        _unwatch()
+        end_keeping(setting)
 
 
-def _watch() -> None:
+def begin_keeping(setting: Setting) -> None:
+    """From now on, what this thread checkpoints is recomputed in `setting()`."""
     global _users
+    _in_force.settings.append(setting)
     with _lock:
         _users += 1
-        if _users > 1:
-            return
-        for name in (_GENERATOR, _FUNCTION):
-            _before[name] = getattr(torch_checkpoint, name)
-        setattr(torch_checkpoint, _GENERATOR, _generator)
-        setattr(torch_checkpoint, _FUNCTION, _Function)
+        if _users == 1:
+            generator: Any = _generator_in_settings
+            torch_checkpoint._checkpoint_without_reentrant_generator = generator
+            torch_checkpoint.CheckpointFunction = _FunctionInSettings  # type: ignore[misc, assignment]
 
 
-def _unwatch() -> None:
+def end_keeping(setting: Setting) -> None:
+    """Ends what `begin_keeping` began with the same setting, on the same thread."""
     global _users
+    _in_force.settings.remove(setting)
     with _lock:
         _users -= 1
         if _users == 0:
-            for name, value in _before.items():
-                setattr(torch_checkpoint, name, value)
+            torch_checkpoint._checkpoint_without_reentrant_generator = _generator
+            torch_checkpoint.CheckpointFunction = _function  # type: ignore[misc]
 
 
-def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _before[_GENERATOR](_in_the_same_settings(function), *args, **kwargs)
+def _generator_in_settings(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _generator(_in_the_same_settings(function), *args, **kwargs)
 
 
-class _Function:
+class _FunctionInSettings:
     """Stands for torch's CheckpointFunction, of which `checkpoint` calls nothing but `apply`."""
 
     @staticmethod
     def apply(function: Callable[..., Any], *args: Any) -> Any:
-        return _before[_FUNCTION].apply(_in_the_same_settings(function), *args)
+        return _function.apply(_in_the_same_settings(function), *args)
 
 
 def _in_the_same_settings(function: Callable[..., Any]) -> Callable[..., Any]:
