@@ -8,6 +8,7 @@ CPU. So the function itself is given a first line that asks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -27,9 +28,21 @@ def make_overridable() -> None:
     was.
     """
     function: Any = TORCH_FLEX_ATTENTION
-    if function.__code__ is not _entry.__code__:
-        _asking.append(_Asking(function))
+    if function.__code__ is not _entry.__code__ and _takes_the_same(function, _entry):
         function.__code__ = _entry.__code__
+
+
+def _takes_the_same(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether two functions have the same parameters and defaults.
+
+    They have not once torch's function has changed. It is then left alone, and a mode that can't
+    let its operator run as it is refuses that by name.
+    """
+    takes = [
+        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        for f in (function, other)
+    ]
+    return takes[0] == takes[1]
 
 
 class _Asking:
@@ -47,8 +60,7 @@ class _Asking:
         return self.original(*args, **kwargs)
 
 
-_asking: list[_Asking] = []
-"""One, once the function has been made overridable."""
+_ask = _Asking(TORCH_FLEX_ATTENTION)
 
 
 def _entry(  # runs with torch's signature, defaults and globals
@@ -64,9 +76,9 @@ def _entry(  # runs with torch's signature, defaults and globals
     *,
     return_aux: Any = None,
 ) -> Any:
-    from flexcp.compat._torch_flex import _asking
+    from flexcp.compat._torch_flex import _ask
 
-    return _asking[0](
+    return _ask(
         query,
         key,
         value,

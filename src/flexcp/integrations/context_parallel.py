@@ -303,7 +303,7 @@ class _Answering(Interception):
         return self.planned.flex(*args, **kwargs)
 
     def flex_op(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Refuses what has gone around `flex_attention`."""
+        """Refuses what has gone around `flex_attention`, or a version of it that asks no mode."""
         raise FlexCPError(
             "attention by flex_attention",
             "a call of torch.ops.higher_order.flex_attention itself",
