@@ -151,5 +151,7 @@ def load_run(path: Path) -> dict[str, Any]:
 
 def _no_run(path: Path, got: str) -> FlexCPError:
     return FlexCPError(
-        f"a former run in {str(path)!r}", got, "make one with `flexcp bench --save FILE`"
+        f"a former run in {str(path)!r}",
+        got,
+        "make one with `python benchmarks/run.py --save FILE`",
     )

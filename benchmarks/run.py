@@ -1,117 +1,112 @@
-"""`flexcp bench`: runs the repository's benchmarks, and compares with a former run."""
+"""Runs the benchmarks beside this file, keeps their results, and compares with a former run.
+
+    python benchmarks/run.py --list
+    python benchmarks/run.py attention planning --quick --save before.json
+    python benchmarks/run.py attention planning --quick --compare before.json --fail-over 1.1
+
+Ratios are new over old time or memory: above 1 is slower. Libraries that are measured alongside
+show how much the machine itself has changed. Exit codes: 0 done, 1 slower than `--fail-over`
+allows, 2 a request that can't be honoured.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
+import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from results import Comparison, compare, figures_of, is_ours, load_run
+from rich.table import Table
 
 from flexcp.errors import FlexCPError
-from flexcp.tools.cli.bench_results import Comparison, compare, figures_of, is_ours, load_run
 from flexcp.tools.cli.files import writing
-from flexcp.tools.cli.options import FLAG, Debug, Json
+from flexcp.tools.cli.output import console, note, print_json
+from flexcp.units import format_seconds
 
 
-def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME...", help="Which benchmarks; all if none is named.", show_default=False
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", metavar=FLAG, help="Smaller cases, fewer repetitions.")
-    ] = False,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the results.", show_default=False)
-    ] = None,
-    load: Annotated[
-        Path | None,
-        typer.Option(help="Run nothing: take results that were saved.", show_default=False),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option("--compare", help="Compare with results that were saved.", show_default=False),
-    ] = None,
-    fail_over: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="End with exit code 1 if a benchmark's mean ratio is above this.",
-            show_default=False,
-        ),
-    ] = None,
-    listed: Annotated[
-        bool, typer.Option("--list", metavar=FLAG, help="Only say which there are.")
-    ] = False,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Where the benchmarks are, if not in this checkout.", show_default=False),
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,  # noqa: ARG001
-) -> None:
-    """Run the benchmarks that come with the source, and compare with a former run.
+def main() -> None:
+    try:
+        sys.exit(bench(_options().parse_args()))
+    except FlexCPError as error:
+        note(str(error))
+        sys.exit(2)
 
-    Ratios are new over old time or memory: above 1 is slower. Libraries that are measured
-    alongside show how much the machine itself has changed.
-    """
-    from flexcp.tools.cli.output import note, print_json
 
-    if fail_over is not None and against is None:
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks; all if none")
+    parser.add_argument("--quick", action="store_true", help="smaller cases, fewer repetitions")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the results")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="run nothing: take saved results")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with saved results")
+    parser.add_argument(
+        "--fail-over", type=float, metavar="RATIO",
+        help="end with exit code 1 if a benchmark's mean ratio is above this",
+    )  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="only say which there are")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(__file__).parent, help="where the benchmarks are"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    return parser
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Does what the options ask for; the exit code."""
+    against: Path | None = options.compare
+    if options.fail_over is not None and against is None:
         raise FlexCPError("--compare FILE with --fail-over", "none", "name the former run")
     former = load_run(against) if against else None
-    if load is not None:
-        run = load_run(load)
+    if options.load is not None:
+        run = load_run(options.load)
     else:
-        scripts = find_benchmarks(folder, names or [])
-        if listed:
-            _print_list(scripts, as_json)
-            return
-        run = run_benchmarks(scripts, quick=quick)
-    if save is not None:
-        with writing(save):
-            save.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-        note(f"written: {save}")
+        scripts = find_benchmarks(options.folder, options.names)
+        if options.list:
+            _print_list(scripts, options.json)
+            return 0
+        run = run_benchmarks(scripts, quick=options.quick)
+    if options.save is not None:
+        with writing(options.save):
+            options.save.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+        note(f"written: {options.save}")
     found = _compared(run, former, against) if former is not None else []
-    if as_json:
+    if options.json:
         print_json({**run, "comparison": [asdict(c) for c in found]})
     else:
         _print_run(run, found)
-    slower = [c for c in found if is_ours(c.library) and fail_over and c.mean > fail_over]
+    allowed = options.fail_over
+    slower = [c for c in found if is_ours(c.library) and allowed and c.mean > allowed]
     for one in slower:
-        note(f"{one.benchmark} is {one.mean:.2f} × the former run, above {fail_over:g}")
-    if slower:
-        raise typer.Exit(1)
+        note(f"{one.benchmark} is {one.mean:.2f} × the former run, above {allowed:g}")
+    return 1 if slower else 0
 
 
-def find_benchmarks(folder: Path | None, names: Sequence[str]) -> list[Path]:
+def find_benchmarks(folder: Path, names: Sequence[str]) -> list[Path]:
     """The scripts by their names: those in a folder that take `--out`."""
-    if folder is None:
-        import flexcp
-
-        assert flexcp.__file__ is not None
-        folder = Path(flexcp.__file__).parents[2] / "benchmarks"
+    this = Path(__file__).resolve()
     known = {
         path.stem: path
         for path in sorted(folder.glob("*.py"))
-        if '"--out"' in path.read_text(encoding="utf-8")
+        if '"--out"' in path.read_text(encoding="utf-8") and path.resolve() != this
     }
     if not known:
         raise FlexCPError(
-            "the benchmarks of flexcp's repository",
+            "scripts that take --out",
             f"none in {str(folder)!r}",
-            "they are not part of the package: clone the repository and install it with "
-            "`pip install -e .`, or pass --folder",
+            "leave --folder away for the benchmarks of this repository",
         )
     for name in names:
         if name not in known:
@@ -144,8 +139,6 @@ def run_benchmarks(scripts: Sequence[Path], *, quick: bool) -> dict[str, Any]:
 
 def _run(script: Path, out: Path, title: str, *, quick: bool) -> None:
     """One script, with its latest line of output as progress."""
-    from flexcp.tools.cli.output import console
-
     command = [sys.executable, str(script), "--out", str(out), *(["--quick"] if quick else [])]
     screen = console(stderr=True)
     lines: list[str] = []
@@ -171,10 +164,6 @@ def _run(script: Path, out: Path, title: str, *, quick: bool) -> None:
 
 
 def _setting(quick: bool) -> dict[str, Any]:
-    import os
-    import platform
-    from importlib.metadata import version
-
     return {
         "quick": quick,
         "flexcp": version("flexcp"),
@@ -207,8 +196,6 @@ def _compared(
 
 
 def _print_list(scripts: Sequence[Path], as_json: bool) -> None:
-    from flexcp.tools.cli.output import print_json
-
     about = {
         s.stem: (ast.get_docstring(ast.parse(s.read_text(encoding="utf-8"))) or "").split("\n")[0]
         for s in scripts
@@ -222,11 +209,6 @@ def _print_list(scripts: Sequence[Path], as_json: bool) -> None:
 
 
 def _print_run(run: dict[str, Any], found: Sequence[Comparison]) -> None:
-    from rich.table import Table
-
-    from flexcp.tools.cli.output import console
-    from flexcp.units import format_seconds
-
     out = console()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     if found:
@@ -248,3 +230,7 @@ def _print_run(run: dict[str, Any], found: Sequence[Comparison]) -> None:
     out.print(table)
     if not found:
         out.print("--save keeps the figures, --compare sets them against a former run", style="dim")
+
+
+if __name__ == "__main__":
+    main()

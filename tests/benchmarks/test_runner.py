@@ -1,11 +1,17 @@
-"""`flexcp bench` runs scripts, keeps what they measure, and compares."""
+"""`benchmarks/run.py` runs scripts, keeps what they measure, and compares."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = '''"""How fast is it?
 
 More.
@@ -26,6 +32,16 @@ rows = [
 '''
 
 
+def bench(*args: object, code: int = 0, cwd: Path | None = None):
+    """Runs `benchmarks/run.py` with some arguments, and expects an exit code."""
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "run.py"), *map(str, args)],
+        capture_output=True, text=True, cwd=cwd, check=False,
+    )  # fmt: skip
+    assert run.returncode == code, run.stderr
+    return run
+
+
 @pytest.fixture
 def scripts(tmp_path):
     folder = tmp_path / "benchmarks"
@@ -36,10 +52,10 @@ def scripts(tmp_path):
 
 
 @pytest.fixture
-def saved(flexcp, scripts, tmp_path):
+def saved(scripts, tmp_path):
     """A run, and the benchmarks afterwards 1.5 times as slow in one of two figures."""
     path = tmp_path / "former.json"
-    flexcp("bench", "--folder", scripts, "--save", path)
+    bench("--folder", scripts, "--save", path)
     (scripts / "speed.py").write_text(SCRIPT.replace("FACTOR", "1.5"))
     return path
 
@@ -51,50 +67,50 @@ def test_results_are_saved_with_the_setting_that_they_come_from(saved):
     assert [row["seconds"] for row in run["results"]["speed"]] == [2.0, 1.0, 2.0]
 
 
-def test_progress_goes_to_stderr_and_figures_to_stdout(flexcp, scripts):
-    run = flexcp("bench", "--folder", scripts)
-    assert "[1/1] speed" in run.err
-    assert run.out.splitlines()[1].split()[:3] == ["speed", "4", "3"]
+def test_progress_goes_to_stderr_and_figures_to_stdout(scripts):
+    run = bench("--folder", scripts)
+    assert "[1/1] speed" in run.stderr
+    assert run.stdout.splitlines()[1].split()[:3] == ["speed", "4", "3"]
 
 
-def test_a_former_run_is_compared_as_ratios(flexcp, scripts, saved):
-    out = flexcp("bench", "--folder", scripts, "--compare", saved, "--json").out
+def test_a_former_run_is_compared_as_ratios(scripts, saved):
+    out = bench("--folder", scripts, "--compare", saved, "--json").stdout
     ours, theirs = json.loads(out)["comparison"]
     assert (ours["library"], theirs["library"]) == ("flexcp", "torch")
     assert ours["cases"] == 3
     assert ours["mean"] == pytest.approx(1.5 ** (1 / 3))
     assert (ours["worst"], ours["worst_case"]) == (1.5, "tokens=1024 seconds")
     assert theirs["mean"] == 1.0
-    text = flexcp("bench", "--folder", scripts, "--compare", saved).out
+    text = bench("--folder", scripts, "--compare", saved).stdout
     assert text.splitlines()[1].split()[:6] == ["speed", "flexcp", "3", "1.14", "1.00", "1.50"]
 
 
-def test_slower_than_allowed_is_exit_code_1(flexcp, scripts, saved):
-    args = ("bench", "--folder", scripts, "--compare", saved, "--fail-over")
-    flexcp(*args, 1.2)
-    run = flexcp(*args, 1.1, code=1)
-    assert "speed is 1.14 × the former run, above 1.1" in run.err
+def test_slower_than_allowed_is_exit_code_1(scripts, saved):
+    args = ("--folder", scripts, "--compare", saved, "--fail-over")
+    bench(*args, 1.2)
+    run = bench(*args, 1.1, code=1)
+    assert "speed is 1.14 × the former run, above 1.1" in run.stderr
 
 
-def test_saved_runs_are_compared_without_running_anything(flexcp, scripts, saved):
+def test_saved_runs_are_compared_without_running_anything(scripts, saved):
     (scripts / "speed.py").unlink()
-    run = flexcp("bench", "--load", saved, "--compare", saved, "--fail-over", 1.01)
-    assert "1.00" in run.out
+    run = bench("--load", saved, "--compare", saved, "--fail-over", 1.01)
+    assert "1.00" in run.stdout
 
 
-def test_the_list_has_the_first_line_of_each(flexcp, scripts):
-    assert flexcp("bench", "--folder", scripts, "--list").out == "speed  How fast is it?\n"
+def test_the_list_has_the_first_line_of_each(scripts):
+    assert bench("--folder", scripts, "--list").stdout == "speed  How fast is it?\n"
 
 
-def test_the_checkout_has_benchmarks_that_follow_the_convention(flexcp):
-    found = json.loads(flexcp("bench", "--list", "--json").out)
+def test_the_checkout_has_benchmarks_that_follow_the_convention():
+    found = json.loads(bench("--list", "--json").stdout)
     assert {"attention", "block_masks", "planning"} <= set(found)
     assert all(found.values())
 
 
-def test_a_script_that_fails_is_quoted(flexcp, scripts):
+def test_a_script_that_fails_is_quoted(scripts):
     (scripts / "speed.py").write_text('raise SystemExit("no such machine")  # "--out"')
-    err = flexcp("bench", "--folder", scripts, code=2).err
+    err = bench("--folder", scripts, code=2).stderr
     assert "expected speed.py to run to its end, got exit code 1" in err
     assert "no such machine" in err
 
@@ -105,21 +121,25 @@ def test_a_script_that_fails_is_quoted(flexcp, scripts):
         (("nothing",), "expected a benchmark among speed, got 'nothing'"),
         (("--compare", "no.json"), "expected a former run in 'no.json', got No such file"),
         (("--fail-over", "1.1"), "expected --compare FILE with --fail-over"),
-        (("--folder", "."), "clone the repository"),
+        (("--folder", "."), "leave --folder away"),
     ],
 )
-def test_bad_requests_are_explained(flexcp, scripts, tmp_path, monkeypatch, args, message):
-    monkeypatch.chdir(tmp_path)
+def test_bad_requests_are_explained(scripts, tmp_path, args, message):
     where = () if "--folder" in args else ("--folder", scripts)
-    assert message in flexcp("bench", *where, *args, code=2).err
+    assert message in bench(*where, *args, code=2, cwd=tmp_path).stderr
 
 
-def test_runs_of_other_sizes_or_benchmarks_are_not_compared(flexcp, scripts, saved, tmp_path):
-    err = flexcp("bench", "--folder", scripts, "--quick", "--compare", saved, code=2).err
+def test_runs_of_other_sizes_or_benchmarks_are_not_compared(scripts, saved, tmp_path):
+    err = bench("--folder", scripts, "--quick", "--compare", saved, code=2).stderr
     assert "expected a former run with --quick" in err
     other = tmp_path / "other.json"
     other.write_text('{"results": {"else": []}}')
-    err = flexcp("bench", "--load", saved, "--compare", other, code=2).err
+    err = bench("--load", saved, "--compare", other, code=2).stderr
     assert "figures that both runs have, got none in common" in err
     other.write_text("[]")
-    assert "JSON without results" in flexcp("bench", "--load", other, code=2).err
+    assert "JSON without results" in bench("--load", other, code=2).stderr
+
+
+def test_the_examples_in_the_docstrings_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    assert doctest.testmod(importlib.import_module("results")).failed == 0
