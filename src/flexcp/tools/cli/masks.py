@@ -12,8 +12,8 @@ from flexcp.errors import FlexCPError
 from flexcp.tools.cli.lengths import Bin, draw, fill, lognormal, read_lengths
 from flexcp.tools.cli.mask_syntax import (
     CATALOGUE,
-    Call,
     Combined,
+    NamedMask,
     Negated,
     Node,
     Value,
@@ -127,7 +127,7 @@ class _Builder:
                 raise
             raise self._at(node, error.expected, error.got, error.fix) from None
 
-    def _from_catalogue(self, call: Call) -> Mask:
+    def _from_catalogue(self, call: NamedMask) -> Mask:
         from flexcp import masks
 
         given = self._bound(call)
@@ -153,7 +153,7 @@ class _Builder:
             ) from None
         return made
 
-    def _bound(self, call: Call) -> dict[str, Any]:
+    def _bound(self, call: NamedMask) -> dict[str, Any]:
         """Arguments by the names of the mask's parameters."""
         names = CATALOGUE[call.name]
         found: dict[str, Any] = {}
@@ -172,7 +172,7 @@ class _Builder:
             found[name] = argument.value
         return found
 
-    def _documents(self, call: Call, given: Mapping[str, Any]) -> list[int]:
+    def _documents(self, call: NamedMask, given: Mapping[str, Any]) -> list[int]:
         assert self.tokens is not None
         if "lengths" not in given:
             raise self._at(
@@ -198,7 +198,7 @@ class _Builder:
             self._note(f"the first {len(found):,} of {len(whole):,} documents, the last one cut")
         return found
 
-    def _drawn(self, call: Call, given: Mapping[str, Any]) -> Mask:
+    def _drawn(self, call: NamedMask, given: Mapping[str, Any]) -> Mask:
         from flexcp import masks
 
         assert self.tokens is not None
@@ -218,7 +218,7 @@ class _Builder:
         return masks.document(lengths=found)
 
     def _number(
-        self, call: Call, given: Mapping[str, Any], name: str, usual: float | None
+        self, call: NamedMask, given: Mapping[str, Any], name: str, usual: float | None
     ) -> float:
         value = given.get(name, usual)
         if not isinstance(value, int | float) or not math.isfinite(value):
@@ -226,7 +226,7 @@ class _Builder:
             raise self._at(call, f"{name} as a number", got, f"such as {name}=1")
         return value
 
-    def _lengths(self, call: Call, given: Value) -> list[int] | list[Bin]:
+    def _lengths(self, call: NamedMask, given: Value) -> list[int] | list[Bin]:
         if isinstance(given, str):
             return read_lengths(given)
         if not isinstance(given, list) or not given or not all(isinstance(x, int) for x in given):
@@ -235,7 +235,7 @@ class _Builder:
             )
         return [int(x) for x in given if isinstance(x, int)]
 
-    def _own(self, call: Call) -> Mask:
+    def _own(self, call: NamedMask) -> Mask:
         """`package.module:function`: a Mask, a mask_mod, or a function that makes either."""
         from flexcp.masks import Mask
 
@@ -271,13 +271,13 @@ class _Builder:
             )
         return Mask(found, call.name.partition(":")[2])
 
-    def _imported(self, call: Call) -> Any:
+    def _imported(self, call: NamedMask) -> Any:
         try:
             return import_name(call.name)
         except FlexCPError as error:
             raise self._at(call, error.expected, error.got, error.fix) from None
 
-    def _at(self, call: Call, expected: str, got: str, fix: str) -> FlexCPError:
+    def _at(self, call: NamedMask, expected: str, got: str, fix: str) -> FlexCPError:
         return fail_at(self.text, call.at, expected, got, fix)
 
     def _note(self, text: str) -> None:
