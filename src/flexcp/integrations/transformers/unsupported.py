@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexcp.errors import FlexCPError
-from flexcp.integrations.transformers.habits import tells_its_loss
+from flexcp.integrations.transformers.model_source_probes import tells_its_loss
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types that are attention and nothing else."""

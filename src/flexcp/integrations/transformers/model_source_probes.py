@@ -10,10 +10,13 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedModel
+
+_KEPT = 64
+"""Forward functions whose code is remembered: one per class of model."""
 
 
 def counts_from_zero(decoder: PreTrainedModel) -> bool:
@@ -34,7 +37,7 @@ def infers_documents(decoder: PreTrainedModel) -> bool:
     return is_causal and _makes_masks_by_position(type(decoder).forward)
 
 
-@cache
+@lru_cache(_KEPT)
 def _makes_masks_by_position(forward: Callable[..., Any]) -> bool:
     for node in ast.walk(_code(forward)):
         if isinstance(node, ast.Dict):
@@ -48,7 +51,7 @@ def _makes_masks_by_position(forward: Callable[..., Any]) -> bool:
     return False
 
 
-@cache
+@lru_cache(_KEPT)
 def tells_its_loss(forward: Callable[..., Any]) -> bool:
     """Whether a model's forward hands further keywords, such as shifted labels, to its loss.
 
@@ -64,7 +67,7 @@ def _code(forward: Callable[..., Any]) -> ast.Module:
     return ast.parse(textwrap.dedent(_source(forward)))
 
 
-@cache
+@lru_cache(_KEPT)
 def _source(forward: Callable[..., Any]) -> str:
     """The code of a forward pass. Reading it takes milliseconds, so it is read once."""
     return inspect.getsource(inspect.unwrap(forward))
