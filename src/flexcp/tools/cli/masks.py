@@ -20,14 +20,14 @@ from flexcp.tools.cli.mask_syntax import (
     fail_at,
     parse_mask,
 )
-from flexcp.tools.dotted import import_name
+from flexcp.tools.import_by_name import import_name
 
 if TYPE_CHECKING:
     from flexcp.masks import Mask
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadMask:
     """A mask with what had to be known to make it."""
 
     mask: Mask
@@ -37,11 +37,11 @@ class Read:
     """What was done to the documents to make them fit."""
 
 
-def read_mask(text: str, tokens: int | None) -> Read:
+def read_mask(text: str, tokens: int | None) -> ReadMask:
     """The mask that an expression stands for.
 
     >>> read_mask("causal & document([600, 400])", None)
-    Read(mask=Mask(causal & document), tokens=1000, notes=())
+    ReadMask(mask=Mask(causal & document), tokens=1000, notes=())
     """
     tree = parse_mask(text)
     builder = _Builder(text, tokens)
@@ -52,7 +52,7 @@ def read_mask(text: str, tokens: int | None) -> Read:
     if builder.tokens < 1:
         raise FlexCPError("at least one token", f"{builder.tokens}", "such as --tokens 128K")
     mask = builder.mask(tree)
-    return Read(mask, builder.tokens, tuple(builder.notes))
+    return ReadMask(mask, builder.tokens, tuple(builder.notes))
 
 
 def read_masks(

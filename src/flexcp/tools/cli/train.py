@@ -15,6 +15,7 @@ from flexcp.tools.cli.options import (
     mesh_of_option,
     require_groups,
     size_of_option,
+    unset,
 )
 
 if TYPE_CHECKING:
@@ -27,21 +28,16 @@ _MODEL, _PLACE, _PLAN = "Model", "Record", "Plan"
 def train(
     ranks: Annotated[
         Any,
-        typer.Option(
-            parser=mesh_of_option,
-            metavar="RANKS",
-            help="Processes that share every sequence: 2 unless given; 2x2 for 2 groups of 2 that "
+        unset(
+            "RANKS",
+            "Processes that share every sequence: 2 unless given; 2x2 for 2 groups of 2 that "
             "share heads. Under torchrun, as many as it has started.",
-            show_default=False,
+            parser=mesh_of_option,
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            help="A file or a folder of text; Python's standard library unless given.",
-            show_default=False,
-        ),
+        unset("PATH", "A file or a folder of text; Python's standard library unless given."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the run.")] = 100,
     tokens: Annotated[
@@ -73,11 +69,7 @@ def train(
     kv_heads: Annotated[int, typer.Option(help="Key-value heads.", rich_help_panel=_MODEL)] = 2,
     window: Annotated[
         int | None,
-        typer.Option(
-            help="Every other layer sees only so many tokens back.",
-            show_default=False,
-            rich_help_panel=_MODEL,
-        ),
+        unset(None, "Every other layer sees only so many tokens back.", rich_help_panel=_MODEL),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="float32 or float64.", rich_help_panel=_MODEL)
@@ -124,9 +116,9 @@ def train(
     ] = 2,
     stop_after: Annotated[
         int | None,
-        typer.Option(
-            help="Save and end after this step; the same command without it goes on.",
-            show_default=False,
+        unset(
+            None,
+            "Save and end after this step; the same command without it goes on.",
             rich_help_panel=_PLACE,
         ),
     ] = None,

@@ -146,7 +146,7 @@ def picture_by_rank(
     inner: int = 1,
     title: str = "",
 ) -> Picture:
-    """The same, painted by the rank that computes each tile: the owner of its queries.
+    """The picture of a mask, painted by the rank that computes each tile: the owner of its queries.
 
     With `inner` ranks sharing heads, tiles have the colour of the rank in their group's middle.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Compared:
-    """The same step in one process."""
+    """A step on the ranks beside one in a single process on the same batch."""
 
     step: int
     loss: float
@@ -80,10 +79,11 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint is on disk."""
 
     step: int
+    """Steps that it has done."""
     path: str
 
 
@@ -124,13 +124,19 @@ class Failed:
     """Whether another rank's end caused it."""
 
 
-Event = Started | Stepped | Evaluated | Compared | Saved | Finished | Failed
+Event = Started | Stepped | Evaluated | Compared | CheckpointSaved | Finished | Failed
 """What a run reports, as it happens."""
 Listener = Callable[[Event], None]
-_KINDS: dict[str, Any] = {
-    kind.__name__.lower(): kind
-    for kind in (Started, Stepped, Evaluated, Compared, Saved, Finished, Failed)
+_KINDS: dict[str, type[Event]] = {
+    "started": Started,
+    "stepped": Stepped,
+    "evaluated": Evaluated,
+    "compared": Compared,
+    "saved": CheckpointSaved,
+    "finished": Finished,
+    "failed": Failed,
 }
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 _MARK = '{"event": '
 
 
@@ -140,7 +146,7 @@ def to_line(event: Event) -> str:
     >>> to_line(Evaluated(25, 2.5))
     '{"event": "evaluated", "step": 25, "eval_loss": 2.5}'
     """
-    return json.dumps({"event": type(event).__name__.lower(), **asdict(event)})
+    return json.dumps({"event": _NAMES[type(event)], **asdict(event)})
 
 
 def from_line(line: str) -> Event | None:
@@ -155,8 +161,7 @@ def from_line(line: str) -> Event | None:
     data = json.loads(line)
     if "files" in data:
         data["files"] = tuple(data["files"])
-    event: Event = _KINDS[data.pop("event")](**data)
-    return event
+    return _KINDS[data.pop("event")](**data)
 
 
 def ignore(_: Event) -> None:

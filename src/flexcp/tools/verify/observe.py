@@ -56,7 +56,7 @@ class Observation:
     logits: Tensor | None = None
     """[tokens, vocabulary] The model's output, if it was called once and gave such."""
     logits_gradient: Tensor | None = None
-    """The same shape: of the loss, by the logits."""
+    """[tokens, vocabulary] The gradient of the loss by the logits."""
     integers: dict[str, Tensor] = field(default_factory=dict)
     """Integer tensors that modules and embeddings were called with, by their first place."""
     calls: list[AttentionCall] = field(default_factory=list)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexcp.tools.verify.evidence import Evidence, Probe, not_observed
-from flexcp.tools.verify.reach import Reach
+from flexcp.tools.verify.receptive_field import ReceptiveField
 from flexcp.tools.verify.verdict import Check
 
 _CLEARLY = 10.0
@@ -16,14 +16,14 @@ _CLEARLY = 10.0
 
 
 def choose_places(
-    tokens: Tensor, owners: Tensor, reach: Reach | None, count: int, is_padding: Tensor
+    tokens: Tensor, owners: Tensor, field: ReceptiveField | None, count: int, is_padding: Tensor
 ) -> list[int]:
     """Tokens to change: the first, and those before borders of ranks and of documents.
 
     Args:
         tokens: [B, S]
         owners: int64 [B * S] The rank of each token.
-        reach: What the mask allows, if it is known.
+        field: What the mask allows, if it is known.
         count: How many.
         is_padding: bool [B * S] What is no token.
 
@@ -37,21 +37,21 @@ def choose_places(
     change = torch.zeros(tokens.numel(), dtype=torch.bool)
     change[:-1] = owners[1:] != owners[:-1]
     wanted += (change & ~last).nonzero().flatten().tolist()[:1]
-    if reach is not None:
+    if field is not None:
         # the last token of a document: whoever is next must not see it
         apart = torch.zeros(tokens.numel(), dtype=torch.bool)
-        apart[:-1] = reach.documents[1:] != reach.documents[:-1]
+        apart[:-1] = field.documents[1:] != field.documents[:-1]
         wanted += (apart & ~last).nonzero().flatten().tolist()[:2]
-        wanted += _least_seen(reach, tokens.numel(), seq_len)
+        wanted += _least_seen(field, tokens.numel(), seq_len)
     wanted += [seq_len // 3, tokens.numel() - seq_len // 2 - 1, seq_len // 2]
     return [p for p in dict.fromkeys(wanted) if owners[p] >= 0 and not is_padding[p]][:count]
 
 
-def _least_seen(reach: Reach, total: int, seq_len: int) -> list[int]:
+def _least_seen(field: ReceptiveField, total: int, seq_len: int) -> list[int]:
     """An early token that some later ones of its document may not see: beyond a window."""
     for place in range(1, total, max(1, seq_len // 7)):
         later = torch.arange(total) > place
-        if bool((reach.component(place) & later & ~reach.from_place(place)).any()):
+        if bool((field.component(place) & later & ~field.from_place(place)).any()):
             return [place]
     return []
 
@@ -79,18 +79,13 @@ def check_reach(evidence: Evidence) -> Check:
         cause = "keys and values of other ranks don't arrive, or a mask hides what it should not"
         if not elsewhere and not bool((missed & home).any()):
             cause = f"each rank attends to its own rows only{_called(evidence)}"
-        first = int(missed.nonzero()[0])
-        return Check(
-            "reach",
-            "failed",
+        return _unnoticed(
+            missed,
             f"{int(missed.sum())} of {int(expected.sum())} tokens miss a change that they see in "
             "one process",
-            float(missed.sum()),
-            0,
-            f"the token at {evidence.at(probe.place)} was changed; {evidence.at(first)}, did not "
-            "notice",
-            cause,
-            "call flexcp.attention(q, k, v, plan) with the rank's rows, for every layer",
+            evidence.at(probe.place),
+            evidence.at(int(missed.nonzero()[0])),
+            (cause, "call flexcp.attention(q, k, v, plan) with the rank's rows, for every layer"),
         )
     found = f"{len(evidence.probes)} tokens changed, seen by {crossed} on other ranks"
     return Check("reach", "passed", found, 0, 0)
@@ -101,26 +96,31 @@ def _blind(evidence: Evidence, probe: Probe) -> Check | None:
 
     However small a weight is, it moves some bit of the logits; only what is hidden moves none.
     """
-    if evidence.reach is None:
+    if evidence.receptive_field is None:
         return None
-    direct = evidence.reach.directly_from(probe.place) & ~evidence.is_padding
+    direct = evidence.receptive_field.directly_from(probe.place) & ~evidence.is_padding
     blind = direct & (probe.alone == 0)
     if not bool(blind.any()):
         return None
-    first = int(blind.nonzero()[0])
-    return Check(
-        "reach",
-        "failed",
+    found = (
         f"{int(blind.sum())} of {int(direct.sum())} tokens don't see one that the mask shows them, "
-        "in one process already",
-        float(blind.sum()),
-        0,
-        f"the token at {evidence.name(probe.place)} was changed; {evidence.name(first)}, did not "
-        "notice",
-        "the model applies a narrower mask than the one that was given, or its attention has no "
-        "effect: weights are zero, or too small to move a bit",
-        "pass the mask that the model applies; verify with weights that are not zero",
+        "in one process already"
     )
+    changed, unmoved = evidence.name(probe.place), evidence.name(int(blind.nonzero()[0]))
+    cause = (
+        "the model applies a narrower mask than the one that was given, or its attention has no "
+        "effect: weights are zero, or too small to move a bit"
+    )
+    fix = "pass the mask that the model applies; verify with weights that are not zero"
+    return _unnoticed(blind, found, changed, unmoved, (cause, fix))
+
+
+def _unnoticed(
+    blind: Tensor, found: str, changed: str, unmoved: str, cause_and_fix: tuple[str, str]
+) -> Check:
+    """A failed check: tokens, bool [B * S], that a change should have moved, and the first one."""
+    where = f"the token at {changed} was changed; {unmoved}, did not notice"
+    return Check("reach", "failed", found, float(blind.sum()), 0, where, *cause_and_fix)
 
 
 def _called(evidence: Evidence) -> str:
@@ -136,8 +136,8 @@ def check_leakage(evidence: Evidence) -> Check:
     hidden = 0
     for probe in evidence.probes:
         allowed = probe.alone > noise
-        if evidence.reach is not None:
-            allowed = evidence.reach.from_place(probe.place)
+        if evidence.receptive_field is not None:
+            allowed = evidence.receptive_field.from_place(probe.place)
             leaked = ~allowed & (probe.alone > noise) & ~evidence.is_padding
             if bool(leaked.any()):
                 return _leak(evidence, probe, leaked, "in one process already")
@@ -145,20 +145,20 @@ def check_leakage(evidence: Evidence) -> Check:
         if bool(leaked.any()):
             return _leak(evidence, probe, leaked, "on the ranks")
         hidden += int((~allowed).sum())
-    against = "the mask" if evidence.reach is not None else "one process"
+    against = "the mask" if evidence.receptive_field is not None else "one process"
     found = f"{hidden} tokens that may not see a change, by {against}, don't"
     return Check("leakage", "passed", found, 0, 0)
 
 
 def _leak(evidence: Evidence, probe: Probe, leaked: Tensor, who: str) -> Check:
     first = int(leaked.nonzero()[0])
-    place, seq_len = probe.place, evidence.seq_len
+    place, seq_len, field = probe.place, evidence.seq_len, evidence.receptive_field
     others = torch.arange(leaked.numel())
     if bool((leaked & (others // seq_len != place // seq_len)).any()):
         kind, cause = "batch elements", "batch elements see each other"
     elif bool((leaked & (others < place)).any()):
         kind, cause = "later tokens", "tokens see later ones: the causal mask is dropped"
-    elif evidence.reach is not None and bool((leaked & ~evidence.reach.component(place)).any()):
+    elif field is not None and bool((leaked & ~field.component(place)).any()):
         kind, cause = "documents", "documents see each other: the document mask is dropped"
         if evidence.alone.calls and who == "on the ranks":
             cause += ", or made from a shard's own positions"

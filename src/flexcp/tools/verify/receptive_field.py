@@ -1,4 +1,4 @@
-"""Who may see whom through several layers: the mask, followed from token to token."""
+"""Receptive fields: who may see whom through several layers, by the mask alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Reach:
-    """Pairs that may attend directly, and what follows through layers.
+class ReceptiveField:
+    """Pairs that may attend directly, and what follows through several layers.
 
     >>> from flexcp import masks
-    >>> reach = Reach.of(masks.sliding_window(1), 5, layers=2)
-    >>> reach.from_place(1).int()
+    >>> field = ReceptiveField.of(masks.sliding_window(1), 5, layers=2)
+    >>> field.from_place(1).int()
     tensor([0, 1, 1, 1, 0], dtype=torch.int32)
-    >>> reach.component(0).int()
+    >>> field.component(0).int()
     tensor([1, 1, 1, 1, 1], dtype=torch.int32)
     """
 
@@ -43,7 +43,7 @@ class Reach:
         batch: int = 1,
         heads: int = 1,
         layers: int = 1,
-    ) -> Reach:
+    ) -> ReceptiveField:
         """From a mask, or from those of all layers by name; any of them may let a token through."""
         if seq_len > _MOST_TOKENS:
             raise FlexCPError(
