@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES: dict[str, tuple[list[str], str]] = {
     "plain_pytorch.py": (
         ["--tokens", "75"],
