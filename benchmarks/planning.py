@@ -39,8 +39,8 @@ from flexcp.layout import (
 )
 from flexcp.layout.work import Work, area_per_rank
 from flexcp.plan import PRESETS, AttentionShape, make_plan, price
-from flexcp.plan.load import Load
 from flexcp.plan.traffic import traffic
+from flexcp.plan.work_profile import WorkProfile
 from flexcp.schedule import Schedule, make_schedule
 from flexcp.schedule.ulysses import grouped
 
@@ -122,7 +122,7 @@ class Strategy:
     name: str
     layout: Callable[[BlockGrid, int], Layout]
     schedule: str
-    inner: int = 1
+    group_size: int = 1
 
 
 def _per_document(grid: BlockGrid, ranks: int) -> Layout:
@@ -144,9 +144,9 @@ STRATEGIES = (
 )
 
 
-def plan_of(strategy: Strategy, grid: BlockGrid, ranks: int) -> tuple[Schedule, Load]:
+def plan_of(strategy: Strategy, grid: BlockGrid, ranks: int) -> tuple[Schedule, WorkProfile]:
     layout = strategy.layout(grid, ranks)
-    inner = ranks if strategy.schedule == "ulysses" else strategy.inner
+    group_size = ranks if strategy.schedule == "ulysses" else strategy.group_size
     # What an all-gather moves does not depend on which tokens a rank has, only on how many.
     moved = contiguous(grid.q_len, ranks) if strategy.schedule == "allgather" else layout
     schedule = make_schedule(
@@ -155,18 +155,19 @@ def plan_of(strategy: Strategy, grid: BlockGrid, ranks: int) -> tuple[Schedule, 
         moved,
         num_heads=SHAPE.num_heads,
         num_kv_heads=SHAPE.num_kv_heads,
-        inner=inner,
-        between="ring" if strategy.schedule == "hybrid" else "exchange",
+        heads_group_size=group_size,
+        outer_schedule="ring" if strategy.schedule == "hybrid" else "exchange",
     )
-    return schedule, Load.of([grid], grouped(layout, inner))
+    return schedule, WorkProfile.of([grid], grouped(layout, group_size))
 
 
 def measured(mask: Mask, tokens: int, ranks: int) -> dict[str, float]:
     """Our own plan: imbalance, received rows, planning seconds (best of 3)."""
     seconds = []
     for _ in range(3):
+        fresh = Mask(mask.mask_mod)  # a mask that nothing is known of: its grid is built as well
         begin = time.perf_counter()
-        plan = make_plan(mask, tokens, ranks)
+        plan = make_plan(fresh, tokens, ranks)
         seconds.append(time.perf_counter() - begin)
     stats = plan.stats()
     whole = tokens * (ranks - 1) / ranks
@@ -290,7 +291,7 @@ def cells(limit: int) -> Iterator[dict[str, object]]:
                     ours["received"] = max(plan.stats().bytes_received_per_rank) / whole
             others: dict[str, dict[str, float]] = {}
             for strategy in STRATEGIES:
-                if strategy.inner > 1 and ranks % strategy.inner:
+                if strategy.group_size > 1 and ranks % strategy.group_size:
                     continue
                 schedule, load = plan_of(strategy, grid, ranks)
                 found = {m.name: price(schedule, load, m, SHAPE).seconds for m in PRESETS}

@@ -8,7 +8,8 @@ merging are PyTorch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,27 +35,55 @@ def _backward(
     return found
 
 
-def ring_attention(
-    rotation: str, *, causal: bool
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-    """(q, k, v, gradient of the output) of this rank -> (output, dq, dk, dv)."""
+def ring_passes(
+    rotation: str,
+    *,
+    causal: bool,
+    forward: Callable[..., tuple[Tensor, Tensor]] = _forward,
+    backward: Callable[..., tuple[Tensor, ...]] = _backward,
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, ...]]]:
+    """(q, k, v) -> (output, lse), and (gradient, q, k, v, output, lse) -> (dq, dk, dv)."""
     group = dist.group.WORLD
 
-    def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    @contextmanager
+    def with_options() -> Iterator[None]:
         options: Any = torchs._cp_options
         before = options.enable_load_balance, options.rotate_method
         torchs.set_rotate_method(rotation)
         options.enable_load_balance = causal
         try:
-            out, lse = torchs._templated_ring_attention(
-                group, 2, _forward, q, k, v, is_causal=causal
-            )
-            grads = torchs._templated_ring_attention_backward(
-                group, 2, _backward, grad, "grad_out", q, k, v, out, lse, is_causal=causal
-            )
+            yield
         finally:
             options.enable_load_balance, options.rotate_method = before
-        return out, *grads[:3]
+
+    def run_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with with_options():
+            out, lse = torchs._templated_ring_attention(
+                group, 2, forward, q, k, v, is_causal=causal
+            )
+        return out, lse
+
+    def run_backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        with with_options():
+            grads = torchs._templated_ring_attention_backward(
+                group, 2, backward, grad, "grad_out", q, k, v, out, lse, is_causal=causal
+            )
+        return tuple(grads[:3])
+
+    return run_forward, run_backward
+
+
+def ring_attention(
+    rotation: str, *, causal: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """(q, k, v, gradient of the output) of this rank -> (output, dq, dk, dv)."""
+    forward, backward = ring_passes(rotation, causal=causal)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        out, lse = forward(q, k, v)
+        return out, *backward(grad, q, k, v, out, lse)
 
     return run
 

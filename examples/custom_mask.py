@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import flex_attention
 
 import flexcp
 from flexcp import masks, testing
+from flexcp.compat.flex_attention import flex_attention
 
 HEADS, DIM, WINDOW, ANCHORS = 4, 16, 128, 4
 
@@ -40,7 +39,7 @@ def anchored_window(lengths):
 
 
 class Attention(nn.Module):
-    """Torch's own flex_attention, called as for one process."""
+    """Calls flex_attention as for one process, by torch's signature."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +66,7 @@ def main():
             head_dim=DIM, dtype=torch.float64,
         )  # fmt: skip
         style = flexcp.ContextParallel(plan, mask="anchored")
-        module = parallelize_module(Attention().double(), mesh, style)
+        module = flexcp.parallelize(Attention().double(), mesh, style)
         out = module(*(plan.shard(x, 2) for x in (q, k, v)))
         out.square().sum().backward()
         slopes = module.slopes.grad

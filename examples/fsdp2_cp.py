@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 import flexcp
@@ -72,7 +71,7 @@ def train(tokens, steps, dp, cp):
         masks.causal(), tokens, mesh["cp"], num_heads=HEADS, num_kv_heads=KV_HEADS,
         head_dim=WIDTH // HEADS, dtype=torch.float32, batch=2,
     )  # fmt: skip
-    parallelize_module(model, mesh["cp"], {"layers.*.attn": flexcp.ContextParallel(plan)})
+    flexcp.parallelize(model, mesh["cp"], {"layers.*.attn": flexcp.ContextParallel(plan)})
     for layer in model.layers:
         fully_shard(layer, mesh=every_rank)
     fully_shard(model, mesh=every_rank)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 import flexcp
@@ -62,7 +61,7 @@ def one_process(model, batch):
 def one_rank(model, batch, mesh):
     tokens = batch["input_ids"].shape[1]
     plan = flexcp.make_plan(masks.causal(), tokens, mesh, num_heads=HEADS, head_dim=WIDTH // HEADS)
-    parallelize_module(model, mesh, {"layers.*.attn": flexcp.ContextParallel(plan)})
+    flexcp.parallelize(model, mesh, {"layers.*.attn": flexcp.ContextParallel(plan)})
     local = flexcp.shard_batch(batch, plan)  # this rank's tokens; labels are shifted before
     logits = model(local["input_ids"], local["position_ids"])
     loss = flexcp.cross_entropy(logits, local["labels"], local["num_scored"])

@@ -25,7 +25,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 import flexcp
@@ -110,7 +109,7 @@ def rotate(x, rotation):
 def parallelize(model, config, mesh):
     """Attention over the sequence, layers recomputed, parameters sharded over all ranks."""
     style = flexcp.ContextParallel()
-    parallelize_module(model, mesh["cp"], {"layers.*.attn": style})
+    flexcp.parallelize(model, mesh["cp"], {"layers.*.attn": style})
     if config.recompute:
         for i, layer in enumerate(model.layers):
             model.layers[i] = checkpoint_wrapper(layer)

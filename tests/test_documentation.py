@@ -54,6 +54,15 @@ def test_every_public_name_is_in_the_reference(module):
     assert [name for name in things if name not in names] == []
 
 
+def test_every_entry_of_the_reference_is_where_it_says():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    entries = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    assert len(entries) > 40
+    for path in entries:
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+
+
 def test_the_page_of_the_command_line_names_every_command_and_exit_code():
     from flexcp.tools.cli.app import app
 

@@ -47,6 +47,13 @@ def test_the_library_needs_nothing_but_torch():
         assert foreign <= allowed, path
 
 
+def test_the_library_never_imports_its_tools():
+    for path in SOURCE.rglob("*.py"):
+        if path.relative_to(SOURCE).parts[0] == "tools" or path == SOURCE / "__init__.py":
+            continue  # flexcp.verify is public, and loaded when it is used
+        assert not [n for n in imported(path) if n.startswith("flexcp.tools")], path
+
+
 def seen_after(code: str, module: str) -> bool:
     code = f"{code}; import sys; print({module!r} in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -55,6 +62,13 @@ def seen_after(code: str, module: str) -> bool:
 
 def test_importing_it_loads_no_torch():
     assert not seen_after("import flexcp", "torch")
+
+
+def test_tools_are_loaded_by_those_who_use_them():
+    stages = "batch compat.context_parallel integrations.context_parallel ops testing"
+    imports = "; ".join(f"import flexcp.{stage}" for stage in stages.split())
+    assert not seen_after(imports, "flexcp.tools")
+    assert seen_after("import flexcp; flexcp.verify", "flexcp.tools")
 
 
 def test_using_every_name_starts_no_compiler():

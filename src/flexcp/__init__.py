@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from flexcp.errors import FlexCPError
     from flexcp.grid import BlockGrid, BlockKind, build_block_grid
     from flexcp.integrations.context_parallel import ContextParallel
+    from flexcp.integrations.parallelize import parallelize
     from flexcp.layout import Layout
     from flexcp.masks import Mask
     from flexcp.ops import attention, flex_attention
@@ -31,6 +32,7 @@ __all__ = [
     "kernels",
     "make_plan",
     "masks",
+    "parallelize",
     "shard_batch",
     "testing",
     "verify",
@@ -41,6 +43,7 @@ _HOMES = {
     "flexcp.grid": ("BlockGrid", "BlockKind", "build_block_grid"),
     "flexcp.errors": ("FlexCPError",),
     "flexcp.integrations.context_parallel": ("ContextParallel",),
+    "flexcp.integrations.parallelize": ("parallelize",),
     "flexcp.layout": ("Layout",),
     "flexcp.masks": ("Mask",),
     "flexcp.plan": ("Machine", "Plan", "make_plan"),

@@ -1,10 +1,11 @@
-"""Functions that plan: on the CPU, and under torch.compile as they are instead of traced."""
+"""Functions that plan: on real CPU tensors, and under torch.compile as they are, not traced."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -42,3 +43,53 @@ def run_eagerly_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
         return disabled[0](*args, **kwargs)
 
     return run
+
+
+def outside_of_fake_tensors() -> AbstractContextManager[object]:
+    """Masks are looked at for real, also where the tensors have shapes and no numbers."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    ):
+        return nullcontext()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """Masks are looked at as they are, whatever `torch.func` is differentiating or mapping over."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    cleared: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
+    return cleared
+
+
+def tensors_to_keep() -> AbstractContextManager[object]:
+    """What is made inside serves any later call: real tensors, and none of inference mode.
+
+    A tensor that was made in inference mode can't take part in a later training step. A graph that
+    is being compiled keeps no tensors, and is left alone.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    in_inference_mode = torch.is_inference_mode_enabled()
+    return _outside_of_every_mode() if in_inference_mode else outside_of_fake_tensors()
+
+
+@contextmanager
+def _outside_of_every_mode() -> Iterator[None]:
+    with outside_of_fake_tensors(), outside_of_inference_mode():
+        yield
+
+
+@contextmanager
+def outside_of_inference_mode() -> Iterator[None]:
+    """Ordinary tensors are made inside, without recording gradients."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

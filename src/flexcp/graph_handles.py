@@ -2,25 +2,23 @@
 
 A graph takes tensors, not masks. Each mask carries a small tensor with a number of its own; a
 graph reads the number when it runs, so that a new mask (documents of the next batch, say) runs in
-the graph that was compiled for the first one.
+the graph that was compiled for the first one. What a graph saves for its backward pass is this
+tensor, and as long as it is saved it holds the mask: nothing else keeps masks alive.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import OrderedDict
 
 import torch
 from torch import Tensor
 
+from flexcp.eager import tensors_to_keep
 from flexcp.errors import FlexCPError
 
 _numbers = itertools.count()
-_alive: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-# A backward pass may run after the caller has dropped the mask.
-_in_use: OrderedDict[int, object] = OrderedDict()
-_MOST_IN_USE = 256
+_owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 
 def new_graph_handle(owner: object) -> Tensor | None:
@@ -28,15 +26,22 @@ def new_graph_handle(owner: object) -> Tensor | None:
 
     None inside a compiled graph: a mask that is made there is a constant of the graph.
     """
-    if torch.compiler.is_compiling():
-        return None
+    return None if torch.compiler.is_compiling() else numbered_handle(owner)
+
+
+def numbered_handle(owner: object) -> Tensor:
+    """The handle of something that is always made outside of compiled graphs, as a plan is."""
     number = next(_numbers)
-    _alive[number] = owner
-    return torch.tensor(number, device="cpu")
+    _owners[number] = owner
+    with tensors_to_keep():
+        return torch.tensor(number, device="cpu")
 
 
-def owner_of(handle: Tensor) -> object:
+def owner_of(handle: Tensor, *, keep: bool = False) -> object:
     """What a handle stands for.
+
+    With `keep`, the owner lives at least as long as the handle: a backward pass may run after the
+    caller has dropped the mask.
 
     >>> class Thing: pass
     >>> thing = Thing()
@@ -45,15 +50,20 @@ def owner_of(handle: Tensor) -> object:
     True
     """
     number = int(handle)
-    owner = _in_use.get(number, _alive.get(number))
+    owner = _owners.get(number)
     if owner is None:
         raise FlexCPError(
             "a mask that still exists",
             f"the handle {number} of one that is gone",
-            f"keep the mask until its backward pass is done (the last {_MOST_IN_USE} are kept)",
+            "keep the mask until the backward pass of the compiled function is done",
         )
-    _in_use[number] = owner
-    _in_use.move_to_end(number)
-    while len(_in_use) > _MOST_IN_USE:
-        _in_use.popitem(last=False)
+    if keep:
+        handle.flexcp_owner = owner  # type: ignore[attr-defined]
     return owner
+
+
+def constant_handle(owner: object) -> Tensor:
+    """A handle that a graph keeps as a constant, together with what it stands for."""
+    handle = numbered_handle(owner)
+    owner_of(handle, keep=True)
+    return handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from flexcp.errors import FlexCPError
@@ -18,7 +19,7 @@ def parse_size(text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     size = float(found[1].replace("_", "")) * _UNITS[found[2].upper()] if found else 0.5
-    if found is None or size != int(size):
+    if found is None or not math.isfinite(size) or size != int(size):
         raise FlexCPError(
             "a whole number such as 4096, 128K or 1M",
             repr(text),

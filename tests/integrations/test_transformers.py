@@ -177,7 +177,22 @@ def test_models_that_mix_tokens_otherwise_are_refused(make_model, what):
     model = make_model()
     with pytest.raises(FlexCPError, match=what):
         hf.attach(model, 1)
-    assert "_flexcp" not in vars(model)
+    with pytest.raises(FlexCPError, match="expected an attached model"):
+        hf.detach(model)
+
+
+def test_a_copy_of_an_attached_model_is_attached_and_detached_by_itself():
+    def act(cp):
+        copied = copy.deepcopy(cp.model)
+        batch = batch_of("plain")
+        same = torch.equal(cp.model(**cp.shard(batch)).logits, copied(**cp.shard(batch)).logits)
+        hf.detach(copied)
+        copied(input_ids=batch["input_ids"])
+        names = [m.config._attn_implementation for m in (cp.model, copied)]
+        cp.model(**cp.shard(batch))
+        return same, names
+
+    assert attached(make(), act) == (True, ["flexcp", "sdpa"])
 
 
 def test_a_number_of_ranks_is_no_mesh():

@@ -38,7 +38,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "by head": lambda: Mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 40 * (h + 1))),
     "by batch": lambda: Mask(lambda b, h, q, kv: q >= kv + 60 * b),
     "by batch and head": lambda: Mask(lambda b, h, q, kv: (q >= kv) & ((b + h) % 3 != 1)),
-    "blind rows": lambda: Mask(lambda b, h, q, kv: (q >= kv + 100) & (q % 7 != 3)),
+    "fully masked rows": lambda: Mask(lambda b, h, q, kv: (q >= kv + 100) & (q % 7 != 3)),
     "nothing": lambda: Mask(lambda b, h, q, kv: q < 0),
     "steep": lambda: Mask(lambda b, h, q, kv: kv < 3 * q),
     "backwards": lambda: Mask(lambda b, h, q, kv: q + kv < 300),

@@ -32,7 +32,7 @@ PATTERNS: dict[str, Mask | None] = {
     "documents": masks.causal() & masks.document(lengths=[300, 37, 1300, 63]),
     "window": masks.sliding_window(150),
     "by head": Mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 100 * (h + 1))),
-    "blind rows": Mask(lambda b, h, q, kv: q >= kv + 200),
+    "fully masked rows": Mask(lambda b, h, q, kv: q >= kv + 200),
 }
 
 _GUARD = """

@@ -6,9 +6,9 @@ import torch
 import flexcp
 from flexcp import Mask, masks
 from flexcp.kernels import flash
+from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.fused import CPU_FLASH, FusedOp
 from flexcp.kernels.merge import merge
-from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.reference import dense_attention
 from flexcp.kernels.score import examine
 from flexcp.kernels.shapes import shapes_of
@@ -22,14 +22,14 @@ def test_results_and_gradients_are_the_oracles(name: str, fused: FusedOp | None)
     mask = MASKS[name]()
     p = problem(q_len=333, kv_len=411)
     grid = flexcp.build_block_grid(mask, 333, 411, batch=2, heads=4)
-    prepared = Prepared(shapes_of(grid))
+    compiled = CompiledShapes(shapes_of(grid))
     expected = p.expected(mask)
     grads = torch.autograd.grad(loss(expected.out), p.inputs)
     grad_out = torch.autograd.grad(loss(expected.out), expected.out)[0]
     q, k, v = (x.detach() for x in p.inputs)
-    found = flash.forward(q, k, v, prepared, scale=8**-0.5, fused=fused)
+    found = flash.forward(q, k, v, compiled, scale=8**-0.5, fused=fused)
     back = flash.backward(
-        grad_out, q, k, v, found.out, found.lse, prepared, scale=8**-0.5, fused=fused
+        grad_out, q, k, v, found.out, found.lse, compiled, scale=8**-0.5, fused=fused
     )
     assert_close(found.out, expected.out, what="out")
     assert_close(found.lse, expected.lse, what="lse")
@@ -42,15 +42,15 @@ def test_large_rectangles_go_through_the_fused_op_unnoticed(name: str) -> None:
     mask = MASKS[name]()
     length = 700 if name in ("documents", "noise") else 2100
     p = problem(batch=2, heads=2, kv_heads=1, q_len=length, dim=4)
-    prepared = Prepared(shapes_of(flexcp.build_block_grid(mask, length, batch=2, heads=2)))
+    compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(mask, length, batch=2, heads=2)))
     q, k, v = (x.detach() for x in p.inputs)
     by_fused, by_strips = (
-        flash.forward(q, k, v, prepared, scale=0.5, fused=op) for op in (CPU_FLASH, None)
+        flash.forward(q, k, v, compiled, scale=0.5, fused=op) for op in (CPU_FLASH, None)
     )
     assert_close(by_fused.out, by_strips.out)
     assert_close(by_fused.lse, by_strips.lse)
     grads = [
-        flash.backward(q, q, k, v, by_strips.out, by_strips.lse, prepared, scale=0.5, fused=op)
+        flash.backward(q, q, k, v, by_strips.out, by_strips.lse, compiled, scale=0.5, fused=op)
         for op in (CPU_FLASH, None)
     ]
     for name_of in "qkv":
@@ -64,7 +64,7 @@ def test_results_dont_depend_on_how_many_threads_share_a_product(
 ) -> None:
     mask = MASKS["shared prefix"]()
     p = problem(q_len=600, kv_heads=kv_heads)
-    prepared = Prepared(shapes_of(flexcp.build_block_grid(mask, 600)))
+    compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(mask, 600)))
     expected = p.expected(mask)
     grads = torch.autograd.grad(loss(expected.out), p.inputs)
     grad_out = torch.autograd.grad(loss(expected.out), expected.out)[0]
@@ -72,9 +72,9 @@ def test_results_dont_depend_on_how_many_threads_share_a_product(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = flash.forward(q, k, v, prepared, scale=8**-0.5, fused=None)
+        found = flash.forward(q, k, v, compiled, scale=8**-0.5, fused=None)
         back = flash.backward(
-            grad_out, q, k, v, found.out, found.lse, prepared, scale=8**-0.5, fused=None
+            grad_out, q, k, v, found.out, found.lse, compiled, scale=8**-0.5, fused=None
         )
     finally:
         torch.set_num_threads(before)
@@ -126,7 +126,7 @@ def _score(score, b, h, q, kv):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("score_mod", [None, _score], ids=["plain", "scored"])
 @pytest.mark.parametrize(
-    "name", ["causal", "window", "documents", "noise", "by head", "blind rows"]
+    "name", ["causal", "window", "documents", "noise", "by head", "fully masked rows"]
 )
 def test_ranks_that_hold_a_share_of_the_keys_add_up_to_the_whole(
     name: str, score_mod: object
@@ -143,7 +143,9 @@ def test_ranks_that_hold_a_share_of_the_keys_add_up_to_the_whole(
     q, k, v = (x.detach() for x in p.inputs)
     rows = torch.arange(1, length, 2).flip(0)
     shares = [torch.arange(r, length, ranks) for r in range(ranks)]
-    parts = [Prepared(shapes_of(grid, q_positions=rows, kv_positions=share)) for share in shares]
+    parts = [
+        CompiledShapes(shapes_of(grid, q_positions=rows, kv_positions=share)) for share in shares
+    ]
     out = torch.zeros_like(q[:, :, rows])
     lse = torch.full(out.shape[:3], -torch.inf, dtype=out.dtype)
     for share, part in zip(shares, parts, strict=True):
@@ -174,11 +176,11 @@ def test_narrow_types_are_as_close_as_their_digits_allow(name: str, dtype: torch
     dense = dense_attention(*wide, allowed=_allowed(mask, length))
     grad_out = torch.autograd.grad(loss(dense.out), dense.out)[0]
     grads = torch.autograd.grad(loss(dense.out), wide)
-    prepared = Prepared(shapes_of(flexcp.build_block_grid(mask, length)))
+    compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(mask, length)))
     q, k, v = (x.detach() for x in p.inputs)
-    found = flash.forward(q, k, v, prepared, scale=0.25, fused=CPU_FLASH)
+    found = flash.forward(q, k, v, compiled, scale=0.25, fused=CPU_FLASH)
     back = flash.backward(
-        grad_out.to(dtype), q, k, v, found.out, found.lse, prepared, scale=0.25, fused=CPU_FLASH
+        grad_out.to(dtype), q, k, v, found.out, found.lse, compiled, scale=0.25, fused=CPU_FLASH
     )
     assert found.out.dtype == found.lse.dtype == torch.float32
     assert_close(found.out, dense.out, dtype=dtype, what="out")

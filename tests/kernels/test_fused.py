@@ -7,10 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flexcp
 from flexcp import masks
 from flexcp.kernels import flash
+from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.flex import flex_forward
 from flexcp.kernels.fused import CPU_FLASH, CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, FusedOp
 from flexcp.kernels.interface import causal_shapes
-from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.reference import dense_attention
 from flexcp.testing.tolerance import assert_close
 from kernels.cases import Problem, loss, problem
@@ -51,12 +51,12 @@ def test_the_cuda_ops_take_and_return_what_the_contract_says(op: FusedOp, kv_hea
 
 
 def test_strips_run_on_any_device_that_torch_has() -> None:
-    prepared = Prepared(causal_shapes(700))
+    compiled = CompiledShapes(causal_shapes(700))
     q, k = (torch.empty(1, heads, 700, 64, dtype=torch.float16, device="meta") for heads in (4, 2))
-    found = flash.forward(q, k, k, prepared, scale=0.125, fused=None)
+    found = flash.forward(q, k, k, compiled, scale=0.125, fused=None)
     assert (found.out.shape, found.out.dtype) == (q.shape, torch.float32)
     grads = flash.backward(
-        found.out.half(), q, k, k, found.out, found.lse, prepared, scale=0.125, fused=None
+        found.out.half(), q, k, k, found.out, found.lse, compiled, scale=0.125, fused=None
     )
     assert (grads.k.shape, grads.k.device.type) == (k.shape, "meta")
 

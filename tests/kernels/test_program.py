@@ -3,8 +3,8 @@ import torch
 
 import flexcp
 from flexcp import masks
+from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.interface import Plane, Slab, causal_shapes
-from flexcp.kernels.prepared import Prepared
 from flexcp.kernels.program import STRIP_ROWS, Program, make_program
 from flexcp.kernels.shapes import shapes_of
 from kernels.cases import MASKS
@@ -18,7 +18,7 @@ def _covered(program: Program, q_len: int, kv_len: int) -> torch.Tensor:
         for edge in piece.forbidden:
             allowed[:, edge.c0 : edge.c1] -= edge.pairs.int()
         times[piece.q0 : piece.q1, piece.k0 : piece.k1] += allowed
-        assert piece.has_blind_rows == (not bool(allowed.any(1).all()))
+        assert piece.has_fully_masked_rows == (not bool(allowed.any(1).all()))
     return times
 
 
@@ -117,6 +117,6 @@ def test_short_documents_are_computed_several_at_a_time() -> None:
 
 
 def test_programs_are_made_once() -> None:
-    prepared = Prepared(causal_shapes(300))
-    assert prepared.program(0, fused=True) is prepared.program(0, fused=True)
-    assert prepared.lanes(2, 4, 2) is prepared.lanes(2, 4, 2)
+    compiled = CompiledShapes(causal_shapes(300))
+    assert compiled.program(0, fused=True) is compiled.program(0, fused=True)
+    assert compiled.head_groups(2, 4, 2) is compiled.head_groups(2, 4, 2)

@@ -1,6 +1,7 @@
 import torch
 
-from flexcp.kernels.reference import accumulation_dtype, dense_attention
+from flexcp.kernels.merge import accumulation_dtype
+from flexcp.kernels.reference import dense_attention
 from flexcp.testing.tolerance import assert_close
 
 

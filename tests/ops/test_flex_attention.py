@@ -144,12 +144,12 @@ def test_the_same_call_twice_gives_the_same_bits(name: str) -> None:
 
 
 def test_planning_happens_once_per_mask() -> None:
-    from flexcp.ops.planning import prepare
+    from flexcp.ops.mask_cache import compiled_shapes_for
 
     mask, p = masks.causal(), problem(q_len=64)
-    assert prepare(mask, p.q, p.k) is prepare(mask, p.q, p.k)
+    assert compiled_shapes_for(mask, p.q, p.k) is compiled_shapes_for(mask, p.q, p.k)
     block_mask = flexcp.build_block_grid(mask, 64).to_block_mask()
-    assert prepare(block_mask, p.q, p.k) is prepare(block_mask, p.q, p.k)
+    assert compiled_shapes_for(block_mask, p.q, p.k) is compiled_shapes_for(block_mask, p.q, p.k)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "scored", "flash"])

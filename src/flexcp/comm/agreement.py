@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flexcp.errors import FlexCPError
@@ -15,18 +17,10 @@ REFUSED = b"\xff" * _DIGEST
 
 
 class Comparer(Protocol):
-    """What comparing takes of a transport."""
-
-    def all_bytes(self, mine: bytes) -> list[bytes]:
-        """Bytes of all ranks, by rank; all give as many."""
-        ...
+    """What finding out about a disagreement takes of a transport."""
 
     def all_agree(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
-        ...
-
-    def refuse(self, why: str) -> None:
-        """Tells the ranks that compare next that this one can't do what they do."""
         ...
 
     def refusals(self, ranks: Sequence[int]) -> list[str]:
@@ -34,24 +28,40 @@ class Comparer(Protocol):
         ...
 
 
-def agree(transport: Comparer, what: str, facts: Mapping[str, str], fix: str) -> None:
-    """Raises on every rank if the ranks' facts differ, saying what differs between whom."""
-    mine = "\n".join(f"{name}={value}" for name, value in facts.items())
-    every = transport.all_bytes(hashlib.sha256(mine.encode()).digest()[:_DIGEST])
-    if len(set(every)) == 1:
-        return
-    refusing = [rank for rank, short in enumerate(every) if short == REFUSED]
-    if refusing:
-        reasons = zip(refusing, transport.refusals(refusing), strict=True)
-        told = "; ".join(f"rank {rank} can't: {why}" for rank, why in reasons)
-        raise FlexCPError(f"all ranks to {what}", told, fix)
-    raise FlexCPError(
-        f"all ranks to {what}", _differences(list(facts), transport.all_agree(mine)), fix
-    )
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What all ranks have to do alike, ready to be compared by `Transport.compare`."""
+
+    what: str
+    """What ranks are expected to do, in errors: "unshard the same"."""
+    facts: Mapping[str, str]
+    """What must not differ, by its name in errors."""
+    fix: str
+    """What to do if it does."""
+    digest: bytes = field(init=False, repr=False)
+    """What is compared first."""
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(self._text.encode()).digest()[:_DIGEST]
+        object.__setattr__(self, "digest", digest)
+
+    @property
+    def _text(self) -> str:
+        return json.dumps(dict(self.facts))
+
+    def error(self, transport: Comparer, digests: Sequence[bytes]) -> FlexCPError:
+        """What to raise on every rank if digests differ: what differs between whom."""
+        refusing = [rank for rank, digest in enumerate(digests) if digest == REFUSED]
+        if refusing:
+            reasons = zip(refusing, transport.refusals(refusing), strict=True)
+            told = "; ".join(f"rank {rank} can't: {why}" for rank, why in reasons)
+        else:
+            told = _differences(list(self.facts), transport.all_agree(self._text))
+        return FlexCPError(f"all ranks to {self.what}", told, self.fix)
 
 
 def _differences(names: Sequence[str], texts: Sequence[str]) -> str:
-    every = [dict(line.split("=", 1) for line in text.split("\n")) for text in texts]
+    every: list[dict[str, str]] = [json.loads(text) for text in texts]
     names = list(dict.fromkeys([*names, *(name for facts in every for name in facts)]))
     found = []
     for name in names:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flexcp.comm.agreement import REFUSED
-from flexcp.comm.interface import Pending
+from flexcp.comm.agreement import REFUSED, Agreement
+from flexcp.comm.interface import Pending, Receives, Sends
+from flexcp.comm.labels import CollectiveLabel, CollectiveName, MessageLabel
 
-_COMPARING = "round 0, in which ranks compare what they are about to do,"
 _NOTE = 1024
 """Bytes of the note that says why a rank refuses."""
 
@@ -24,7 +25,8 @@ class PairwiseCollectives(ABC):
     rank: int
     moment: ClassVar[float] = 0.0
     """Seconds that a rank that refuses stays around, so that the others hear of it."""
-    _calls: dict[str, int]
+    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int]
+    """How often each collective was called, by the ranks that took part; () for all of them."""
     _notes: list[Pending]
     """Refusals on their way: nobody waits for them, but their memory is needed."""
 
@@ -40,31 +42,24 @@ class PairwiseCollectives(ABC):
 
     @abstractmethod
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
-        *,
-        like: Tensor,
-        label: str,
+        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
     ) -> Pending:
         """Starts the transfers of a round, and returns at once."""
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """The tensors of all ranks, by rank."""
-        everyone = range(self.world_size)
-        return self._swap("all_gather", [x] * self.world_size, shapes, everyone)
+        return self._swap("all_gather", [x] * self.world_size, shapes)
 
     def all_to_all(
         self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> list[Tensor]:
         """One tensor to each of `ranks`, one from each."""
-        name = "all_to_all of ranks " + ",".join(map(str, ranks))
-        return self._swap(name, parts, shapes, ranks)
+        return self._swap("all_to_all", parts, shapes, tuple(ranks))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, added up in order of rank: the same bits on every rank."""
-        everyone = range(self.world_size)
-        parts = self._swap("all_reduce", [x] * self.world_size, [x.shape] * len(everyone), everyone)
+        size = self.world_size
+        parts = self._swap("all_reduce", [x] * size, [x.shape] * size)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -78,12 +73,13 @@ class PairwiseCollectives(ABC):
         parts = self.all_gather(mine, [[int(n)] for n in sizes])
         return [bytes(part.tolist()).decode() for part in parts]
 
-    def all_bytes(self, mine: bytes) -> list[bytes]:
-        """As many bytes of every rank, by rank."""
-        own = self._as_tensor(mine)
-        size = self.world_size
-        parts = self._swap(_COMPARING, [own] * size, [own.shape] * size, range(size))
-        return [bytes(x.tolist()) for x in parts]
+    def compare(self, agreement: Agreement) -> None:
+        """Raises on every rank if what the ranks are about to do differs; before data moves."""
+        own, size = self._as_tensor(agreement.digest), self.world_size
+        parts = self._swap("compare", [own] * size, [own.shape] * size)
+        digests = [bytes(x.tolist()) for x in parts]
+        if len(set(digests)) > 1:
+            raise agreement.error(self, digests)
 
     def refuse(self, why: str) -> None:
         """Tells the ranks that compare next that this one can't do what they do.
@@ -93,20 +89,22 @@ class PairwiseCollectives(ABC):
         others = [r for r in range(self.world_size) if r != self.rank]
         if not others:
             return
-        label = self._next(_COMPARING)
+        label = self._next("compare")
         answer = self._as_tensor(REFUSED)
         note = self._as_tensor(why.encode()[:_NOTE].decode(errors="ignore").encode().ljust(_NOTE))
         theirs = [(r, answer.shape) for r in others]
         self._notes += [
             self.exchange([(r, answer) for r in others], theirs, like=answer, label=label),
-            self.exchange([(r, note) for r in others], [], like=note, label=f"{label} and why"),
+            self.exchange(
+                [(r, note) for r in others], [], like=note, label=replace(label, is_reason=True)
+            ),
         ]
         time.sleep(self.moment)
 
     def refusals(self, ranks: Sequence[int]) -> list[str]:
         """Why these ranks refused in the last comparison."""
         like = torch.empty(0, dtype=torch.uint8, device=self.device)
-        label = f"{_COMPARING} #{self._calls[_COMPARING]} and why"
+        label = CollectiveLabel("compare", self._calls["compare", ()], is_reason=True)
         pending = self.exchange([], [(r, [_NOTE]) for r in ranks], like=like, label=label)
         return [bytes(x.tolist()).decode().strip() for x in pending.wait()]
 
@@ -116,17 +114,17 @@ class PairwiseCollectives(ABC):
     def barrier(self) -> None:
         """Returns once all ranks have come here."""
         here = torch.zeros(1, device=self.device)
-        everyone = range(self.world_size)
-        self._swap("barrier", [here] * self.world_size, [[1]] * self.world_size, everyone)
+        self._swap("barrier", [here] * self.world_size, [[1]] * self.world_size)
 
     def _swap(
         self,
-        name: str,
+        name: CollectiveName,
         parts: Sequence[Tensor],
         shapes: Sequence[Sequence[int]],
-        ranks: Sequence[int],
+        among: tuple[int, ...] = (),
     ) -> list[Tensor]:
-        label = self._next(name)
+        """One part to each rank, and one from each; `among` some ranks only, if they are named."""
+        label, ranks = self._next(name, among), among or range(self.world_size)
         others = [i for i, r in enumerate(ranks) if r != self.rank]
         pending = self.exchange(
             [(ranks[i], parts[i]) for i in others],
@@ -137,7 +135,8 @@ class PairwiseCollectives(ABC):
         came = dict(zip(others, pending.wait(), strict=True))
         return [came[i] if i in came else parts[i].detach().clone() for i in range(len(ranks))]
 
-    def _next(self, name: str) -> str:
-        """The label of the next call of that name; ranks count alike."""
-        self._calls[name] = self._calls.get(name, 0) + 1
-        return f"{name} #{self._calls[name]}"
+    def _next(self, name: CollectiveName, among: tuple[int, ...] = ()) -> CollectiveLabel:
+        """The label of the next call of a collective; ranks count alike."""
+        number = self._calls.get((name, among), 0) + 1
+        self._calls[name, among] = number
+        return CollectiveLabel(name, number, among)

@@ -1,51 +1,158 @@
-"""Which ranks are gone, found out once a transfer has failed: torch's message names no rank."""
+"""Which rank keeps the others waiting, found out once a transfer has failed.
+
+Torch's message names no rank, and a connection that is closed proves little: a rank that gives up
+closes its connections too. But a rank that gives up can say so. Each leaves a report in the group's
+store that names the ranks it suspects: the one it waited for, and those whose connections are
+closed. Whoever is suspected and has left no report has ended, is stopped, or is elsewhere. The
+first rank to report is the judge: it waits for the reports of the others, and leaves the verdict in
+the store, so that all of them name the same ranks.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-_NOTE = "flexcp/gone"
-"""Where the first rank to notice writes down who is gone."""
-_TAG = 0x51E7
-"""Of messages that nobody takes: sending one tells whether a connection is open."""
+from flexcp.errors import FlexCPError
+
+_REPORT, _REPORTS, _VERDICT = "flexcp/fault/report", "flexcp/fault/reports", "flexcp/fault/verdict"
+"""Keys in the store of a process group: of one rank's report, their number, and the verdict."""
+_PROBE = 0x51E7
+"""Tag of messages that nobody takes: sending one tells whether a connection is open."""
+_AFTER_TIMEOUT = 5.0
+"""Seconds for the reports of others after a time-out: they began to wait at other times."""
+_AFTER_CLOSING = 3.0
+"""Seconds for them after a connection was closed: who is alive has seen that at once."""
+_POLL = 0.05
+"""Seconds between looks into the store."""
 
 
-def gone_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Ranks of a group that have ended, counted within it; none if that can't be found out.
+def ranks_to_blame(
+    group: dist.ProcessGroup, error: BaseException, peer: int | None = None
+) -> list[int]:
+    """Ranks of a group that others wait for in vain, counted within it; none if that is unknown.
 
-    A rank that raises because another has ended soon ends too, and closes its connections. So the
-    first one to notice leaves a note in the group's store before it raises, and the note counts.
+    Args:
+        group: The group of the transfer that failed.
+        error: What torch raised.
+        peer: The rank at the other end, counted within the group; None if it may be any.
     """
-    closed = _closed(group)  # before the note is read: who closes later has left it by then
-    with suppress(RuntimeError, KeyError):
-        store: Any = _get_process_group_store(group)
-        if store.check([_NOTE]):
-            return [int(word) for word in store.get(_NOTE).split() if word != b"none"]
-        store.set(_NOTE, " ".join(map(str, closed)) or "none")
-    return closed
+    timed_out = "timeout" in str(error).lower() or "timed out" in str(error).lower()
+    patience = _AFTER_TIMEOUT if timed_out else _AFTER_CLOSING
+    suspects = set() if peer is None else {peer}
+    if not timed_out:  # after its own time-out, gloo closes all connections
+        suspects |= _closed(group)
+    found: list[list[int]] = []
+
+    def look() -> None:
+        with suppress(RuntimeError, KeyError):
+            found.append(_verdict(group, suspects, patience))
+
+    # If the process that serves the store has stopped, so do those that ask it: hence a thread.
+    thread = threading.Thread(target=look, name="flexcp-fault", daemon=True)
+    thread.start()
+    thread.join(2 * patience)
+    return found[0] if found else []
 
 
-def _closed(group: dist.ProcessGroup) -> list[int]:
-    """Ranks that have closed their connection to this one; known of gloo alone."""
+def _closed(group: dist.ProcessGroup) -> set[int]:
+    """Ranks whose connection to this one is closed; known of gloo alone."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:  # NCCL, which can't be asked
-        return []
-    found = []
+        return set()
+    found = set()
     for rank in range(group.size()):
-        if rank == group.rank():
-            continue
-        try:
-            dist.isend(torch.zeros(1), group=group, group_dst=rank, tag=_TAG)
-        except RuntimeError as error:
-            if "timeout" not in str(error):  # after its own time-out, gloo closes all of them
-                found.append(rank)
+        if rank != group.rank():
+            try:
+                dist.isend(torch.zeros(1), group=group, group_dst=rank, tag=_PROBE)
+            except RuntimeError:
+                found.add(rank)
     return found
+
+
+def _verdict(group: dist.ProcessGroup, suspects: set[int], patience: float) -> list[int]:
+    """Reports whom this rank suspects, and returns what the judge has found."""
+    store: Any = _get_process_group_store(group)
+    until = time.monotonic() + patience
+    store.set(f"{_REPORT}/{group.rank()}", _text(suspects))
+    if store.add(_REPORTS, 1) == 1:
+        while store.add(_REPORTS, 0) < group.size() and time.monotonic() < until:
+            time.sleep(_POLL)
+        blamed = _blamed(store, group.size())
+        store.set(_VERDICT, _text(blamed))
+        return blamed
+    while not store.check([_VERDICT]):
+        if time.monotonic() > until + patience / 2:
+            return []
+        time.sleep(_POLL)
+    return _ranks(store.get(_VERDICT))
+
+
+def _blamed(store: Any, size: int) -> list[int]:
+    keys = {rank: f"{_REPORT}/{rank}" for rank in range(size)}
+    reports = {r: _ranks(store.get(key)) for r, key in keys.items() if store.check([key])}
+    suspects = {rank for report in reports.values() for rank in report}
+    silent = [rank for rank in range(size) if rank not in reports]
+    return [rank for rank in silent if rank in suspects] or silent
+
+
+def _text(ranks: Iterable[int]) -> str:
+    """Ranks as the store keeps them; never empty, which some stores take for nothing."""
+    return json.dumps(sorted(ranks))
+
+
+def _ranks(text: bytes) -> list[int]:
+    found: list[int] = json.loads(text)
+    return found
+
+
+@contextmanager
+def answered(group: dist.ProcessGroup, label: object) -> Iterator[None]:
+    """Says which collective failed and who did not take part: torch's message says only how."""
+    try:
+        yield
+    except RuntimeError as error:
+        blamed, own = ranks_to_blame(group, error), group.rank()
+        if own in blamed:
+            raise too_late(own, label, error) from error
+        raise FlexCPError(
+            f"{names_of(blamed) if blamed else f'all {group.size()} ranks'} to take part in "
+            f"{label}",
+            f"no answer on rank {own}: {reason_of(error)}",
+            f"look at the output of {names_of(blamed)}, which ended, raised or stopped before the "
+            "others gave up"
+            if blamed
+            else "look at the output of the other ranks: one has ended, raised, or is not in the "
+            "same call",
+        ) from error
+
+
+def too_late(rank: int, label: object, error: BaseException) -> FlexCPError:
+    """The error on a rank that the others have given up."""
+    return FlexCPError(
+        f"rank {rank}, which is this one, to come to {label} before the others give up",
+        f"no answer on rank {rank}: {reason_of(error)}",
+        "look at what kept this rank, or give the process group a longer timeout",
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of torch's message.
+
+    >>> reason_of(RuntimeError("closed by peer\\nat pair.cc")), reason_of(RuntimeError())
+    ('closed by peer', 'RuntimeError')
+    """
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def names_of(ranks: list[int]) -> str:

@@ -11,6 +11,14 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from flexcp.comm.agreement import Agreement
+from flexcp.comm.labels import MessageLabel
+
+Sends = Sequence[tuple[int, Tensor]]
+"""Messages of a round that this rank sends: to which rank, and what."""
+Receives = Sequence[tuple[int, Sequence[int]]]
+"""Messages of a round that this rank gets: from which rank, and of which shape."""
+
 
 class Pending(Protocol):
     """Transfers on their way."""
@@ -35,12 +43,7 @@ class Transport(Protocol):
         ...
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
-        *,
-        like: Tensor,
-        label: str,
+        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
     ) -> Pending:
         """Starts the transfers of a round, and returns at once.
 
@@ -48,7 +51,7 @@ class Transport(Protocol):
             sends: Rank and tensor of each message.
             receives: Rank and shape of each message to come.
             like: A tensor with the type and device of what comes.
-            label: Names the round, in errors; messages only match within one label.
+            label: Names the round; messages only match within one label.
         """
         ...
 
@@ -66,8 +69,8 @@ class Transport(Protocol):
         """The sum over all ranks, added up in order of rank."""
         ...
 
-    def all_bytes(self, mine: bytes) -> list[bytes]:
-        """Bytes of all ranks, by rank; all give as many."""
+    def compare(self, agreement: Agreement) -> None:
+        """Raises on every rank if what the ranks are about to do differs; before data moves."""
         ...
 
     def refuse(self, why: str) -> None:

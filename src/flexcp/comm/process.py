@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,9 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.comm.collectives import PairwiseCollectives
-from flexcp.comm.faults import gone_ranks, names_of
-from flexcp.comm.interface import Pending
+from flexcp.comm.faults import names_of, ranks_to_blame, reason_of, too_late
+from flexcp.comm.interface import Pending, Receives, Sends
+from flexcp.comm.labels import CollectiveName, MessageLabel
 from flexcp.errors import FlexCPError
+
+
+def tag_of(label: MessageLabel) -> int:
+    """31 bits that differ between labels, as good as always, and are the same on all ranks."""
+    return zlib.crc32(repr(label).encode()) >> 1
 
 
 @dataclass(eq=False)
@@ -27,7 +32,7 @@ class _InFlight:
     received: list[Tensor]
     kept: list[Tensor]
     """What is being sent; must live until it is."""
-    label: str
+    label: MessageLabel
 
     def wait(self) -> list[Tensor]:
         for what, peer, work in self.works:
@@ -55,7 +60,7 @@ class ProcessTransport(PairwiseCollectives):
     moment: ClassVar[float] = 0.5
     bytes_received: int = 0
     """What has come so far."""
-    _calls: dict[str, int] = field(default_factory=dict)
+    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int] = field(default_factory=dict)
     _notes: list[Pending] = field(default_factory=list)
 
     @classmethod
@@ -91,20 +96,14 @@ class ProcessTransport(PairwiseCollectives):
         return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
-        *,
-        like: Tensor,
-        label: str,
+        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
     ) -> _InFlight:
         """Starts the transfers of a round, and returns at once."""
         kept = [x.detach().contiguous() for _, x in sends]
         received = [
             torch.empty(*shape, dtype=like.dtype, device=like.device) for _, shape in receives
         ]
-        # Messages of another round never match, should a rank be elsewhere (NCCL knows no tags).
-        tag = zlib.crc32(label.encode()) >> 1
+        tag = tag_of(label)  # no message of another round matches (but NCCL knows no tags)
 
         def operation(verb: Any, x: Tensor, peer: int) -> dist.P2POp:
             return dist.P2POp(verb, x, self.members[peer], self.group, tag)
@@ -129,19 +128,25 @@ class ProcessTransport(PairwiseCollectives):
             named = [(what, peer, w) for (what, peer, _), w in zip(ops, works, strict=True)]
         return _InFlight(self, named, received, kept, label)
 
-    def lost(self, peer: int, what: str, label: str, error: BaseException) -> FlexCPError:
-        """The error for a peer that did not answer, maybe because another rank is gone."""
+    def lost(self, peer: int, what: str, label: MessageLabel, error: BaseException) -> FlexCPError:
+        """The error for a peer that did not answer, maybe because another rank has stopped."""
+        blamed = self._blamed(error, None if what == "exchange" else peer)
+        if self.rank in blamed:
+            return too_late(self.rank, label, error)
         verb = {"receive": "send", "send": "take"}.get(what, "exchange")
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        gone = [self.members.index(r) for r in self._gone() if r in self.members]
         who = f"rank {peer}"
-        if gone and gone != [peer]:
-            who, verb = names_of(gone), "exchange"
+        if blamed and blamed != [peer]:
+            who, verb = names_of(blamed), "exchange"
         return FlexCPError(
             f"{who} to {verb} what the plan says in {label}",
-            f"no answer on rank {self.rank}: {reason}",
+            f"no answer on rank {self.rank}: {reason_of(error)}",
             f"look at the output of {who}: it has ended, raised, or is not in the same call",
         )
 
-    def _gone(self) -> list[int]:
-        return [dist.get_global_rank(self.group, rank) for rank in gone_ranks(self.group)]
+    def _blamed(self, error: BaseException, peer: int | None) -> list[int]:
+        """Ranks of the mesh that others wait for; this one, for `peer`, if that is known."""
+        if peer is not None:
+            peer = dist.get_group_rank(self.group, self.members[peer])
+        found = ranks_to_blame(self.group, error, peer)
+        everywhere = [dist.get_global_rank(self.group, rank) for rank in found]
+        return [self.members.index(rank) for rank in everywhere if rank in self.members]

@@ -8,7 +8,7 @@ rank fails, the others end too, and the first failure is what the caller sees.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from flexcp.comm.collectives import PairwiseCollectives
-from flexcp.comm.interface import Pending
+from flexcp.comm.interface import Pending, Receives, Sends
+from flexcp.comm.labels import CollectiveName, MessageLabel
 from flexcp.errors import FlexCPError
 
 
@@ -70,7 +71,7 @@ class _Waiting:
     """Why a rank can't go on."""
 
     ready: Callable[[], bool]
-    reason: str
+    reason: Callable[[], str]
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class World:
     """The ranks, and what is on its way between them."""
 
     size: int
-    mail: dict[tuple[int, int, str], list[Tensor]] = field(default_factory=dict)
+    mail: dict[tuple[int, int, MessageLabel], list[Tensor]] = field(default_factory=dict)
     """Messages by source, target and label, in the order in which they were sent."""
     bytes_received: list[int] = field(default_factory=list)
     """What every rank has received so far."""
@@ -122,7 +123,7 @@ class World:
             raise self._error
         return results
 
-    def wait_until(self, rank: int, ready: Callable[[], bool], reason: str) -> None:
+    def wait_until(self, rank: int, ready: Callable[[], bool], reason: Callable[[], str]) -> None:
         """Lets others run until `ready`."""
         if ready():
             return
@@ -153,7 +154,7 @@ class World:
             self._end(self._deadlock())
 
     def _deadlock(self) -> FlexCPError:
-        stuck = [f"rank {r} waits for {w.reason}" for r, w in sorted(self._waiting.items())]
+        stuck = [f"rank {r} waits for {w.reason()}" for r, w in sorted(self._waiting.items())]
         gone = f"; ranks {sorted(self._done)} have returned" if self._done else ""
         return FlexCPError(
             "every rank to get what it waits for",
@@ -181,14 +182,13 @@ class World:
 
 
 @dataclass(eq=False)
-class _Arriving:
+class _SimulatedReceives:
     """Messages that were asked for."""
 
     transport: SimulatedTransport
     receives: list[tuple[int, tuple[int, ...]]]
-    label: str
+    label: MessageLabel
     like: Tensor
-    number: int
 
     def wait(self) -> list[Tensor]:
         return [self._take(source, shape) for source, shape in self.receives]
@@ -199,7 +199,7 @@ class _Arriving:
         world.wait_until(
             rank,
             lambda: bool(world.mail.get(key)),
-            f"rank {source} to send in {self.label}",
+            lambda: f"rank {source} to send in {self.label}",
         )
         found = world.mail[key].pop(0)
         if not world.mail[key]:
@@ -220,7 +220,7 @@ class SimulatedTransport(PairwiseCollectives):
 
     world: World
     rank: int
-    _calls: dict[str, int] = field(default_factory=dict)
+    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int] = field(default_factory=dict)
     _notes: list[Pending] = field(default_factory=list)
 
     @property
@@ -229,20 +229,15 @@ class SimulatedTransport(PairwiseCollectives):
         return self.world.size
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
-        *,
-        like: Tensor,
-        label: str,
-    ) -> _Arriving:
+        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
+    ) -> _SimulatedReceives:
         """Sends copies at once; what is received is fetched when it is waited for."""
         for target, x in sends:
             self._post(target, x, label)
         wanted = [(source, tuple(shape)) for source, shape in receives]
-        return _Arriving(self, wanted, label, like, 0)
+        return _SimulatedReceives(self, wanted, label, like)
 
-    def _post(self, target: int, x: Tensor, label: str) -> None:
+    def _post(self, target: int, x: Tensor, label: MessageLabel) -> None:
         if not 0 <= target < self.world_size or target == self.rank:
             raise FlexCPError(
                 f"another rank of {self.world_size} to send to", str(target), "see the schedule"

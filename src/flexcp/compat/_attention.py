@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import (
 
 from flexcp.kernels.score import ScoreFunction
 from flexcp.masks import Mask
-from flexcp.ops.attention import flex_attention as _attention
-from flexcp.ops.overridable import overridable
+from flexcp.ops.api import flex_attention as _attention
+from flexcp.ops.arguments import overridable
 
 __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
 

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import per_document_head_tail
-from flexcp.layout.rules import levelled
+from flexcp.layout.rules import with_token_counts
 
 
 def shard_sizes(seq_len: int, ranks: int) -> list[int]:
@@ -147,7 +147,7 @@ class _PTRRLoadBalancer(_LoadBalancer):
                 owner[blocks] = rank
             # Where blocks don't come out even, tokens move: shards are cut by these counts.
             owner, cost = (x.repeat_interleave(size)[:length] for x in (owner, times))
-            orders.append(levelled("ptrr", owner, counts, cost=cost).order)
+            orders.append(with_token_counts("ptrr", owner, counts, cost=cost).order)
         order = torch.stack(orders)
         return (torch.argsort(order, dim=1) if restore else order).to(device)
 

@@ -26,15 +26,15 @@ def shard_block_mask(
     q_at = q_layout.positions(rank).to(device)
     kv_at = kv_layout.order.to(device)
     batch, heads = _batch_and_heads(block_mask)
-    lanes = max(q_layout.lanes, kv_layout.lanes)
-    if lanes > 1 and batch not in (1, lanes):
+    batch_elements = max(q_layout.batch_elements, kv_layout.batch_elements)
+    if batch_elements > 1 and batch not in (1, batch_elements):
         raise ValueError(
-            f"Cannot rearrange buffer: the load balancer has {lanes} batch elements, but the "
-            f"BlockMask has {batch}."
+            f"Cannot rearrange buffer: the load balancer has {batch_elements} batch elements, but "
+            f"the BlockMask has {batch}."
         )
     size = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
     mask_mod = _relabelled(_rule(block_mask), q_at, kv_at)
-    lead = (max(batch, lanes), heads)
+    lead = (max(batch, batch_elements), heads)
     if q_at.shape[-1] == 0:
         local = _without_rows(mask_mod, lead, kv_at.shape[-1], size, device)
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 
-from flexcp.compat._cp_transport import answered
+from flexcp.comm.faults import answered
 
 
 @torch.library.custom_op("flexcp::flex_cp_allgather", mutates_args=())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,19 +17,37 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flexcp.comm.gather import gather_shards
 from flexcp.comm.process import ProcessTransport
 from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
-from flexcp.compat._cp_options import _cp_options
+from flexcp.compat._cp_options import _cp_options, _RotateMethod
+from flexcp.compat._cp_transport import CollectiveTransport
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
+from flexcp.plan import Plan
 
 _MOST_LAYOUTS = 16
 """Layouts that a group remembers."""
 
 
+@dataclass(frozen=True)
+class PlanKey:
+    """What calls of attention have in common that one plan serves."""
+
+    layout: str
+    """The layout's fingerprint."""
+    is_causal: bool
+    method: _RotateMethod
+    """How K and V travel."""
+    batch_and_heads: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
 @dataclass(eq=False)
-class Group:
+class CPGroup:
     """What is known of one process group: lives as long as the group."""
 
     mesh: DeviceMesh
@@ -42,8 +59,10 @@ class Group:
     """The layout of each shard that is still in use."""
     open: list[list[Layout]] = field(default_factory=list)
     """Layouts of each open `context_parallel`, innermost last."""
-    kept: dict[Any, Any] = field(default_factory=dict)
-    """Plans and transports."""
+    plans: dict[PlanKey, Plan] = field(default_factory=dict)
+    """The plan of each kind of call; the latest last."""
+    collectives: dict[_RotateMethod, CollectiveTransport] = field(default_factory=dict)
+    """The transport of each way for K and V to travel."""
 
     @property
     def rank(self) -> int:
@@ -123,10 +142,10 @@ def _only(layouts: Sequence[Layout]) -> Layout | None:
 
 
 # Kept by group rather than as a switch: it ends with the group, and groups don't see each other's.
-_groups: WeakKeyDictionary[ProcessGroup, Group] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[ProcessGroup, CPGroup] = WeakKeyDictionary()
 
 
-def group_of(mesh: DeviceMesh) -> Group:
+def group_of(mesh: DeviceMesh) -> CPGroup:
     """What is known of the group of a mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise FlexCPError(
@@ -143,7 +162,7 @@ def group_of(mesh: DeviceMesh) -> Group:
     process_group = mesh.get_group()
     found = _groups.get(process_group)
     if found is None:
-        found = Group(mesh, ProcessTransport.of_mesh(mesh))
+        found = CPGroup(mesh, ProcessTransport.of_mesh(mesh))
         _groups[process_group] = found
     return found
 
@@ -198,49 +217,31 @@ def dim_of(x: Tensor, dim: int) -> int:
 def shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
     """A rank's rows; differentiable."""
     dim = dim_of(x, dim)
-    if layout.lanes > 1 and (dim == 0 or x.shape[0] != layout.lanes):
+    if layout.batch_elements > 1 and (dim == 0 or x.shape[0] != layout.batch_elements):
         raise ValueError(
             "Cannot rearrange buffer: load_balance_indices has shape "
-            f"{(layout.lanes, layout.seq_len)}, but buffer has shape {tuple(x.shape)}; the load "
-            "balancer differs between batch elements, which must be dim 0."
+            f"{(layout.batch_elements, layout.seq_len)}, but buffer has shape "
+            f"{tuple(x.shape)}; the load balancer differs between batch "
+            "elements, which must be dim 0."
         )
     return layout.shard(x, dim, rank=rank)
 
 
-def unshard(x: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
+def unshard(x: Tensor, dim: int, layout: Layout, group: CPGroup) -> Tensor:
     """All rows in their original order; differentiable."""
     dim = dim_of(x, dim)
-    if layout.lanes > 1 and (dim == 0 or x.shape[0] != layout.lanes):
+    if layout.batch_elements > 1 and (dim == 0 or x.shape[0] != layout.batch_elements):
         raise ValueError(
-            f"Cannot restore buffer: restore_indices has shape {(layout.lanes, layout.seq_len)}, "
-            f"but the buffer has shape {tuple(x.shape)}; the load balancer differs between batch "
+            "Cannot restore buffer: restore_indices has shape "
+            f"{(layout.batch_elements, layout.seq_len)}, but the buffer has shape "
+            f"{tuple(x.shape)}; the load balancer differs between batch "
             "elements, which must be dim 0."
         )
-    parts = _Gather.apply(x, dim, layout.counts.tolist(), group)  # type: ignore[no-untyped-call]
-    return layout.restore(parts, dim)
-
-
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks; the gradient of the own part is the own gradient.
-
-    Every rank gets the same tensor and is taken to do the same with it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, counts: Sequence[int], group: Group
-    ) -> tuple[Tensor, ...]:
-        ctx.rank = group.rank
-        if x.shape[dim] != counts[group.rank]:
-            raise FlexCPError(
-                f"{counts[group.rank]} rows along dim {dim} on rank {group.rank}",
-                f"shape {tuple(x.shape)}",
-                "pass this rank's shard, and the load balancer that it was sharded with",
-            )
-        shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in counts]
-        parts = group.pairs.all_gather(x.detach().contiguous(), shapes)
-        return tuple(x.clone() if r == group.rank else part for r, part in enumerate(parts))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[ctx.rank], None, None, None
+    counts = layout.counts.tolist()
+    if x.shape[dim] != counts[group.rank]:
+        raise FlexCPError(
+            f"{counts[group.rank]} rows along dim {dim} on rank {group.rank}",
+            f"shape {tuple(x.shape)}",
+            "pass this rank's shard, and the load balancer that it was sharded with",
+        )
+    return layout.restore(gather_shards(x, dim, counts, group.pairs), dim)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 
 from flexcp.compat._cp_gather import flex_cp_allgather
 from flexcp.compat._cp_layout import dim_of, group_of
-from flexcp.compat._cp_sdpa import patched_sdpa, sharded_for_dtensors, sharded_sdpa
+from flexcp.compat._cp_sdpa import DTensorSDPA, ShardedSDPA
+from flexcp.compat.intercept import in_force, set_at_bottom, take_out
+from flexcp.compat.recomputation import begin_keeping, end_keeping
+from flexcp.errors import FlexCPError
 from flexcp.ops.positions import on_global_positions, positions_of
+from flexcp.plan.styles import StyleMark, UnappliedStyles
 
 
 class _AttentionType(Enum):
@@ -28,10 +32,26 @@ class _AttentionType(Enum):
     SDPA = "scaled_dot_product_attention"
 
 
+made_styles = UnappliedStyles()
+"""Every `_ContextParallel` that no module has yet; they know no mesh and no plan to be kept by."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """A call of a module, from its first hook to its last."""
+
+    module: nn.Module | None
+    stack: ExitStack
+    """Ends the interception."""
+    answered: list[str]
+    """Attention functions that the module has called."""
+
+
 class _ContextParallel(ParallelStyle):
     """Lets a module's attention run over a sharded sequence; for `parallelize_module`.
 
-    With SDPA, `F.scaled_dot_product_attention` is that of the whole sequence while the module runs.
+    With SDPA, `F.scaled_dot_product_attention`, under whatever name the module calls it, is that of
+    the whole sequence while the module runs.
     With FLEX, the module is called with the keys and values of all ranks, in rank order, as the
     block mask of `_context_parallel_shard` expects them. A `score_mod` sees global positions, if it
     is an argument of the module or if the module uses flexcp's `flex_attention`.
@@ -47,18 +67,19 @@ class _ContextParallel(ParallelStyle):
         super().__init__()
         self.seq_dim = seq_dim
         self.attention_type = attention_type
-        self._running: list[ExitStack] = []
+        self._running: list[_Running] = []
+        self._mark = StyleMark(f"_ContextParallel({seq_dim}, {attention_type})")
+        made_styles.expect(self._mark)
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self._mark.is_applied = True
+        made_styles.forget_reported()
+        hooks = _Hooks(self, mesh)
         if self.attention_type == _AttentionType.FLEX:
-            module.register_forward_pre_hook(
-                partial(self.flex_input_fn, mesh=mesh), with_kwargs=True
-            )
+            module.register_forward_pre_hook(hooks.flex_input, with_kwargs=True)
         elif self.attention_type == _AttentionType.SDPA:
-            module.register_forward_pre_hook(
-                partial(self.sdpa_input_fn, mesh=mesh), with_kwargs=True
-            )
-            module.register_forward_hook(partial(self.sdpa_output_fn, mesh=mesh), always_call=True)
+            module.register_forward_pre_hook(hooks.sdpa_input, with_kwargs=True)
+            module.register_forward_hook(hooks.sdpa_output, always_call=True)
         else:
             raise ValueError(f"Unknown attention type: {self.attention_type}")
         return module
@@ -120,7 +141,7 @@ class _ContextParallel(ParallelStyle):
 
     def sdpa_input_fn(
         self,
-        module: nn.Module | None,  # noqa: ARG002
+        module: nn.Module | None,
         args: Any,
         kwargs: Any,
         mesh: DeviceMesh,
@@ -128,21 +149,30 @@ class _ContextParallel(ParallelStyle):
         """From here on, the module's attention is that of the whole sequence."""
         new_args = tuple(self._local(x) for x in args)
         new_kwargs = {name: self._local(x) for name, x in kwargs.items()}
-        running = ExitStack()
-        running.enter_context(patched_sdpa(lambda _: sharded_sdpa(mesh)))
+        running = _Running(module, ExitStack(), [])
+        running.stack.enter_context(in_force(lambda: ShardedSDPA(mesh, running.answered)))
         self._running.append(running)
         return new_args, new_kwargs
 
     def sdpa_output_fn(
         self,
-        module: nn.Module | None,  # noqa: ARG002
+        module: nn.Module | None,
         inputs: Any,  # noqa: ARG002
         outputs: Any,
         mesh: DeviceMesh,  # noqa: ARG002
     ) -> Any:
         """Ends what the input function began, also if the module has raised."""
-        if self._running:
-            self._running.pop().close()
+        if self._running and self._running[-1].module is module:
+            running = self._running.pop()
+            running.stack.close()
+            # There are no outputs if the module has raised: its own error is the one to see.
+            if not running.answered and outputs is not None:
+                raise FlexCPError(
+                    "a module that calls F.scaled_dot_product_attention",
+                    f"{type(module).__name__}, whose forward did not",
+                    "parallelize the module that calls it; one that calls flex_attention takes "
+                    "_ContextParallel.AttentionType.FLEX",
+                )
         return tree_map_only(DTensor, lambda x: x.to_local(), outputs)
 
     def _local(self, x: Any) -> Any:
@@ -155,19 +185,51 @@ class _ContextParallel(ParallelStyle):
         return x.to_local()
 
 
+@dataclass(frozen=True, eq=False)
+class _Hooks:
+    """What a module calls before and after its forward."""
+
+    style: _ContextParallel
+    mesh: DeviceMesh
+
+    def flex_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.style.flex_input_fn(module, args, kwargs, self.mesh)
+
+    def sdpa_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.style.sdpa_input_fn(module, args, kwargs, self.mesh)
+
+    def sdpa_output(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return self.style.sdpa_output_fn(module, inputs, outputs, self.mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        """A copy of a model runs on the same mesh."""
+        return self
+
+
+class _Dispatcher(threading.local):
+    """Whether DTensors are dispatched, on each thread."""
+
+    def __init__(self) -> None:
+        self.mode: DTensorSDPA | None = None
+
+
+_dispatcher = _Dispatcher()
+
+
 def _enable_context_parallel_dispatcher() -> None:
-    """From now on, `F.scaled_dot_product_attention` of DTensors sharded along the sequence works.
+    """From now on, attention of DTensors sharded along the sequence works on this thread.
 
     Without it, only within `context_parallel` and modules with `_ContextParallel`.
     """
-    if not hasattr(functional.scaled_dot_product_attention, "_flexcp_before"):
-        before = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = sharded_for_dtensors(before)
-        functional.scaled_dot_product_attention._flexcp_before = before  # type: ignore[attr-defined]
+    if _dispatcher.mode is None:
+        _dispatcher.mode = DTensorSDPA()
+        begin_keeping(DTensorSDPA)
+        set_at_bottom(_dispatcher.mode)
 
 
 def _disable_context_parallel_dispatcher() -> None:
     """Undoes `_enable_context_parallel_dispatcher`."""
-    before = getattr(functional.scaled_dot_product_attention, "_flexcp_before", None)
-    if before is not None:
-        functional.scaled_dot_product_attention = before
+    if _dispatcher.mode is not None:
+        take_out(_dispatcher.mode)
+        end_keeping(DTensorSDPA)
+        _dispatcher.mode = None

@@ -69,7 +69,7 @@ class _ContextParallelOptions:
 
     @property
     def convert_to_f32(self) -> bool:
-        """See `Switches`."""
+        """Accepted for compatibility; partial results are always merged in float32 or better."""
         return _scopes.get()[-1].convert_to_f32
 
     @convert_to_f32.setter
@@ -78,7 +78,7 @@ class _ContextParallelOptions:
 
     @property
     def enable_load_balance(self) -> bool:
-        """See `Switches`."""
+        """Whether sequences are laid out head-tail unless something else is said."""
         return _scopes.get()[-1].enable_load_balance
 
     @enable_load_balance.setter
@@ -87,7 +87,7 @@ class _ContextParallelOptions:
 
     @property
     def rotate_method(self) -> _RotateMethod:
-        """See `Switches`."""
+        """How keys and values travel."""
         return _scopes.get()[-1].rotate_method
 
     @rotate_method.setter

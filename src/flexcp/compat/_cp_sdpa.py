@@ -2,81 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from flexcp.comm import Transport
-from flexcp.compat._cp_layout import Group, group_of
+from flexcp.compat._cp_layout import CPGroup, PlanKey, group_of
 from flexcp.compat._cp_options import _cp_options, _RotateMethod
 from flexcp.compat._cp_transport import (
     CollectiveTransport,
     GatheringTransport,
     backward_in_step,
 )
+from flexcp.compat.intercept import SDPA, Interception
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.masks import causal, full
-from flexcp.ops.autocast import autocast
-from flexcp.ops.parallel import attention
+from flexcp.ops.api import attention
+from flexcp.ops.arguments import autocast
 from flexcp.plan import Plan, make_plan
 from flexcp.plan.mesh import Ranks
 
 _MOST_PLANS = 32
 """Plans that a group keeps."""
 
-Sdpa = Callable[..., Tensor]
+
+class ShardedSDPA(Interception):
+    """Attention over a sequence that is sharded over a mesh, in place of torch's.
+
+    Args:
+        mesh: What the sequence is sharded over.
+        answered: Is given the name of every function that was answered.
+    """
+
+    def __init__(self, mesh: DeviceMesh, answered: list[str]) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.answered = answered
+
+    def sdpa(self, *args: Any, **kwargs: Any) -> Any:
+        """Attention of this rank's queries to the keys of all ranks."""
+        self.answered.append("scaled_dot_product_attention")
+        return sharded_sdpa(self.mesh, *args, **kwargs)
+
+    def weights(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        """Refuses: weights between the ranks' own rows are not those of the sequence."""
+        raise FlexCPError(
+            "multi-head attention without weights, which a sharded sequence can return",
+            "need_weights=True",
+            "pass need_weights=False",
+        )
 
 
-def sharded_sdpa(mesh: DeviceMesh) -> Sdpa:
+class DTensorSDPA(Interception):
+    """Attention that knows DTensors whose sequence is sharded, and leaves all else as it was."""
+
+    looks_into_layers = False
+
+    def sdpa(self, *args: Any, **kwargs: Any) -> Any:
+        """Over the mesh of the query, if that is such a DTensor."""
+        query = args[0] if args else kwargs.get("query")
+        if not (isinstance(query, DTensor) and _is_sequence(query)):
+            return SDPA(*args, **kwargs)
+        mesh = query.device_mesh
+        out = sharded_sdpa(mesh, *args, **kwargs)
+        return DTensor.from_local(out, mesh, query.placements, run_check=False)
+
+
+@run_eagerly_on_cpu
+def sharded_sdpa(
+    mesh: DeviceMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """`F.scaled_dot_product_attention` for tensors whose sequence is sharded over a mesh."""
-
-    @run_eagerly_on_cpu
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        refuse_mask_and_dropout(attn_mask, dropout_p)
-        shards = [_local(x, mesh) for x in (query, key, value)]
-        return _attend(group_of(mesh), shards, is_causal, scale, enable_gqa)
-
-    return scaled_dot_product_attention
+    refuse_mask_and_dropout(attn_mask, dropout_p)
+    shards = [_local(x, mesh) for x in (query, key, value)]
+    return _attend(group_of(mesh), shards, is_causal, scale, enable_gqa)
 
 
 @contextmanager
-def patched_sdpa(make: Callable[[Sdpa], Sdpa]) -> Iterator[None]:
-    """`F.scaled_dot_product_attention` is `make` of what it was, until the body ends."""
+def patched_for_other_threads(mesh: DeviceMesh) -> Iterator[None]:
+    """`F.scaled_dot_product_attention` by that name is the sharded one on every thread.
+
+    As in PyTorch. A mode is on for one thread alone, where it sees the call under any name.
+    """
     before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = make(before)
+    home = threading.get_ident()
+
+    @run_eagerly_on_cpu
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        if threading.get_ident() == home and torch._C._is_torch_function_mode_enabled():
+            found: Tensor = SDPA(*args, **kwargs)
+            return found
+        return sharded_sdpa(mesh, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = before
-
-
-def sharded_for_dtensors(before: Sdpa) -> Sdpa:
-    """Attention that knows DTensors whose sequence is sharded, and leaves all else as it was."""
-
-    def scaled_dot_product_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (isinstance(query, DTensor) and _is_sequence(query)):
-            return before(query, *args, **kwargs)
-        mesh = query.device_mesh
-        out = sharded_sdpa(mesh)(query, *args, **kwargs)
-        return DTensor.from_local(out, mesh, query.placements, run_check=False)
-
-    return scaled_dot_product_attention
 
 
 def _is_sequence(x: DTensor) -> bool:
@@ -111,7 +150,7 @@ def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:
 
 
 def _attend(
-    group: Group,
+    group: CPGroup,
     shards: Sequence[Tensor],
     is_causal: bool,
     scale: float | None,
@@ -158,18 +197,18 @@ def with_heads(x: Tensor) -> Tensor:
     return x.flatten(0, -3).unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
 
 
-def _plan(group: Group, layout: Layout, q: Tensor, k: Tensor, is_causal: bool) -> Plan:
+def _plan(group: CPGroup, layout: Layout, q: Tensor, k: Tensor, is_causal: bool) -> Plan:
     method = _cp_options.rotate_method
-    key = (
+    key = PlanKey(
         layout.fingerprint(),
         is_causal,
         method,
-        q.shape[:2],
+        tuple(q.shape[:2]),
         k.shape[1],
         q.shape[3],
         q.dtype,
     )
-    plans: dict[Any, Plan] = group.kept.setdefault("plans", {})
+    plans = group.plans
     if key not in plans:
         while len(plans) >= _MOST_PLANS:
             plans.pop(next(iter(plans)))
@@ -188,9 +227,8 @@ def _plan(group: Group, layout: Layout, q: Tensor, k: Tensor, is_causal: bool) -
     return plans[key]
 
 
-def _transport(group: Group, layout: Layout, method: _RotateMethod) -> Transport:
+def _transport(group: CPGroup, layout: Layout, method: _RotateMethod) -> Transport:
     if bool((layout.counts == 0).any()):
         return group.pairs
     kind = CollectiveTransport if method is _RotateMethod.ALL_TO_ALL else GatheringTransport
-    transports: dict[_RotateMethod, CollectiveTransport] = group.kept.setdefault("transports", {})
-    return transports.setdefault(method, kind(group.pairs))
+    return group.collectives.setdefault(method, kind(group.pairs))

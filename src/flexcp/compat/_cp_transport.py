@@ -6,49 +6,31 @@ part in every collective, so plans in which a rank has no tokens travel pairwise
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from flexcp.comm.faults import gone_ranks, names_of
-from flexcp.comm.interface import Pending
+from flexcp.comm.agreement import Agreement
+from flexcp.comm.faults import answered
+from flexcp.comm.interface import Pending, Receives, Sends
+from flexcp.comm.labels import MessageLabel
 from flexcp.comm.process import ProcessTransport
 from flexcp.errors import FlexCPError
 
 
-@contextmanager
-def answered(group: ProcessGroup, label: str) -> Iterator[None]:
-    """Says which collective failed and who is gone, if one does: torch's message says only how."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        gone = gone_ranks(group)
-        raise FlexCPError(
-            f"{names_of(gone) if gone else f'all {group.size()} ranks'} to take part in {label}",
-            f"no answer on rank {group.rank()}: {reason}",
-            f"look at the output of {names_of(gone)}, which ended before the others"
-            if gone
-            else "look at the output of the other ranks: one has ended, raised, or is not in the "
-            "same call",
-        ) from error
-
-
 @dataclass(eq=False)
-class _Arriving:
+class _CollectiveReceives:
     """A collective on its way."""
 
     moving: Tensor
     sizes: list[int]
     shapes: list[Sequence[int]]
     pairs: ProcessTransport
-    label: str
+    label: MessageLabel
 
     def wait(self) -> list[Tensor]:
         """The received tensors, in the order of the receives."""
@@ -79,12 +61,7 @@ class CollectiveTransport:
         return self.pairs.world_size
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
-        *,
-        like: Tensor,
-        label: str,
+        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
     ) -> Pending:
         """Starts the transfers of a round, and returns at once."""
         if not sends and not receives:
@@ -98,7 +75,7 @@ class CollectiveTransport:
         with answered(self.pairs.group, label):
             moving = funcol.all_to_all_single(whole, taken, given, self.pairs.group)
         shapes = [came.get(r, ()) for r in everyone]
-        return _Arriving(moving, taken, shapes, self.pairs, label)
+        return _CollectiveReceives(moving, taken, shapes, self.pairs, label)
 
     def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """The tensors of all ranks, by rank."""
@@ -114,9 +91,9 @@ class CollectiveTransport:
         """The sum over all ranks, added up in order of rank."""
         return self.pairs.all_reduce(x)
 
-    def all_bytes(self, mine: bytes) -> list[bytes]:
-        """Bytes of all ranks, by rank."""
-        return self.pairs.all_bytes(mine)
+    def compare(self, agreement: Agreement) -> None:
+        """Raises on every rank if what the ranks are about to do differs."""
+        self.pairs.compare(agreement)
 
     def refuse(self, why: str) -> None:
         """Tells the ranks that compare next that this one can't do what they do."""
@@ -137,18 +114,13 @@ class CollectiveTransport:
 
 @dataclass(eq=False)
 class GatheringTransport(CollectiveTransport):
-    """As above, but a round in which everybody gets the same is one all-gather."""
+    """Rounds as all-to-alls, except that one in which everybody gets the same is an all-gather."""
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
-        *,
-        like: Tensor,
-        label: str,
+        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
     ) -> Pending:
         """Starts the transfers of a round, and returns at once."""
-        if " of the forward of " not in label or not sends:
+        if not label.is_forward or not sends:
             return super().exchange(sends, receives, like=like, label=label)
         own = sends[0][1].detach().reshape(-1)
         came = dict(receives)
@@ -157,11 +129,11 @@ class GatheringTransport(CollectiveTransport):
         with answered(self.pairs.group, label):
             moving = funcol.all_gather_single(padded, 0, self.pairs.group)
         shapes = [came.get(r, ()) for r in range(self.world_size)]
-        return _Arriving(moving, [most] * self.world_size, shapes, self.pairs, label)
+        return _CollectiveReceives(moving, [most] * self.world_size, shapes, self.pairs, label)
 
 
 def backward_in_step(out: Tensor, transport: CollectiveTransport) -> Tensor:
-    """The same tensor; before its gradient moves anything, ranks compare which one it is."""
+    """`out` itself; before its gradient moves anything, ranks compare which backward it is."""
     number = transport.backward_calls
     transport.backward_calls += 1
     stepped: Tensor = _InStep.apply(out, transport, number)  # type: ignore[no-untyped-call]

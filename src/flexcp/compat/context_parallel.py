@@ -23,13 +23,14 @@ from flexcp.compat._cp_balancers import (
 )
 from flexcp.compat._cp_block_mask import shard_block_mask
 from flexcp.compat._cp_gather import flex_cp_allgather
-from flexcp.compat._cp_layout import balanced_layout, default_layout, dim_of, group_of
+from flexcp.compat._cp_layout import CPGroup, balanced_layout, default_layout, dim_of, group_of
 from flexcp.compat._cp_layout import shard as _shard
 from flexcp.compat._cp_layout import unshard as _unshard
 from flexcp.compat._cp_module import (
     _ContextParallel,
     _disable_context_parallel_dispatcher,
     _enable_context_parallel_dispatcher,
+    made_styles,
 )
 from flexcp.compat._cp_options import (
     _CausalBehavior,
@@ -39,7 +40,8 @@ from flexcp.compat._cp_options import (
     own_switches,
     set_rotate_method,
 )
-from flexcp.compat._cp_sdpa import patched_sdpa, sharded_sdpa
+from flexcp.compat._cp_sdpa import ShardedSDPA, patched_for_other_threads
+from flexcp.compat.recomputation import kept_for_recomputation
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
@@ -74,7 +76,8 @@ def context_parallel(
 ) -> Iterator[None]:
     """In its body, `F.scaled_dot_product_attention` runs over a sequence sharded over a mesh.
 
-    Contexts nest; each is for its own mesh.
+    On this thread it is seen under any name, however early it was bound; on others by that name, as
+    in PyTorch. Contexts nest; each is for its own mesh.
 
     Args:
         mesh: A DeviceMesh of one dimension.
@@ -109,17 +112,36 @@ def context_parallel(
     originals = [None if id(b) in unrestored else b.data for b in buffers]
     for layout in layouts.values():
         group.remember(layout)
-    group.open.append(list(layouts.values()))
     try:
         for buffer, part in zip(buffers, shards, strict=True):
             _hold(buffer, part)
-        with own_switches(), patched_sdpa(lambda _: sharded_sdpa(mesh)):
+        with (
+            own_switches(),
+            _sharded_attention(group, list(layouts.values())),
+            patched_for_other_threads(mesh),
+        ):
             yield
     finally:
-        group.open.pop()
         for buffer, original in zip(buffers, originals, strict=True):
             if original is not None:
                 _hold(buffer, original)
+
+
+@contextmanager
+def _sharded_attention(group: CPGroup, layouts: list[Layout]) -> Iterator[None]:
+    """In the body, attention is that of whole sequences with these layouts.
+
+    Also where what it checkpoints is recomputed: after the context, or on another thread.
+    """
+    group.open.append(layouts)
+    try:
+        with (
+            kept_for_recomputation(lambda: _sharded_attention(group, layouts)),
+            ShardedSDPA(group.mesh, []),
+        ):
+            yield
+    finally:
+        group.open.pop()
 
 
 def _require_buffers(buffers: list[Tensor], dims: list[int], unrestored: set[int]) -> None:
@@ -181,6 +203,9 @@ def _context_parallel_shard(
             which it makes the one for the rank's queries and the keys of all ranks in rank order.
         seq_dims: The sequence dimension of each; of no meaning for a BlockMask.
         load_balancer: The order of tokens; contiguous shards without it.
+
+    A `_ContextParallel` that was made before and has been applied to no module is an error here:
+    the model would take this rank's rows for the whole sequence.
     """
     if len(buffers) != len(seq_dims):
         raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
@@ -191,6 +216,7 @@ def _context_parallel_shard(
     flat = list(buffers.values()) if isinstance(buffers, Mapping) else list(buffers)
     dims = list(seq_dims.values()) if isinstance(seq_dims, Mapping) else list(seq_dims)
     _require_same_device(flat)
+    made_styles.require_applied("_context_parallel_shard")
     sharder = _Sharder(mesh, load_balancer)
     parts = [sharder.part(buffer, dim) for buffer, dim in zip(flat, dims, strict=True)]
     if isinstance(buffers, Mapping):

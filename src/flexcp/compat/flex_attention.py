@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import (
     BlockMask,
     and_masks,
@@ -37,6 +39,27 @@ __all__ = [
     "noop_mask",
     "or_masks",
 ]
+
+
+class GraphBlockMask(BlockMask):
+    """torch's BlockMask with a graph handle, so that one compiled graph runs all of them."""
+
+    graph_handle: Tensor | None
+    """Stands for this mask in compiled graphs; see `flexcp.graph_handles`."""
+
+    @classmethod
+    def of(cls, block_mask: BlockMask) -> GraphBlockMask:
+        """A copy of a BlockMask, with a graph handle of its own."""
+        names = list(inspect.signature(BlockMask.__init__).parameters)[1:]
+        found = cls(**{name: getattr(block_mask, name) for name in names})
+        found.graph_handle = new_graph_handle(found)
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another mask: its handle must not find the one that it was copied from."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.graph_handle = new_graph_handle(self)
 
 
 @run_eagerly_on_cpu
@@ -92,13 +115,11 @@ def create_block_mask(
         batch=1 if B is None else B,
         heads=1 if H is None else H,
     )
-    block_mask = grid.to_block_mask(
-        device=torch.device(device), separate_full_blocks=separate_full_blocks
+    block_mask = GraphBlockMask.of(
+        grid.to_block_mask(device=torch.device(device), separate_full_blocks=separate_full_blocks)
     )
     if compute_dq_write_order:
         _add_dq_write_order(block_mask, dq_kv_order)
-    # One compiled graph runs all of them.
-    vars(block_mask)["graph_handle"] = new_graph_handle(block_mask)
     return block_mask
 
 

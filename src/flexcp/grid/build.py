@@ -6,8 +6,9 @@ from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError, whole_number
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import Descent
-from flexcp.grid.analysis.measured import Planes, measure_mask
+from flexcp.grid.analysis.measured import measure_mask
 from flexcp.grid.grid import BlockGrid
+from flexcp.grid.planes import Planes
 from flexcp.masks import Mask, MaskMod, as_mask, trace_mask
 
 
@@ -40,10 +41,10 @@ def build_block_grid(
     4287625216
     """
     mask = as_mask(mask)
-    q_len = _require_positive("q_len", q_len)
-    kv_len = q_len if kv_len is None else _require_positive("kv_len", kv_len)
+    q_len = _require_length("q_len", q_len)
+    kv_len = q_len if kv_len is None else _require_length("kv_len", kv_len)
     size = _require_block_size(block_size)
-    batch, heads = _require_positive("batch", batch), _require_positive("heads", heads)
+    batch, heads = _require_count("batch", batch), _require_count("heads", heads)
     graph = trace_mask(mask.mask_mod)
     planes = Planes.of_mask(graph, batch, heads)
     q = Axis.of_blocks(q_len, size[0])
@@ -53,9 +54,12 @@ def build_block_grid(
     return BlockGrid(q_len, kv_len, size, planes, runs, mask, effort=descent.effort)
 
 
-def _require_positive(name: str, value: object) -> int:
-    fix = "leave out empty sequences" if name.endswith("len") else f"pass {name}=1 or more"
-    return whole_number(name, value, at_least=1, fix=fix)
+def _require_length(name: str, value: object) -> int:
+    return whole_number(name, value, at_least=1, fix="leave out empty sequences")
+
+
+def _require_count(name: str, value: object) -> int:
+    return whole_number(name, value, at_least=1, fix=f"pass {name}=1 or more")
 
 
 def _require_block_size(block_size: object) -> tuple[int, int]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from flexcp.caches import Derived
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.graph_handles import new_graph_handle
 from flexcp.grid.analysis.area import partial_areas
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import Effort
-from flexcp.grid.analysis.measured import Planes
 from flexcp.grid.picture import as_text, coverage
+from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
 from flexcp.masks import Mask
 
@@ -66,13 +67,28 @@ class BlockGrid:
     effort: Effort | None = field(default=None)
     """What building it took, if it was built from a mask."""
     graph_handle: Tensor | None = field(init=False)
-    """Stands for this grid in compiled graphs."""
+    """Stands for this grid in compiled graphs; not pickled, nor is what was derived."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graph_handle", new_graph_handle(self))
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, graph_handle=new_graph_handle(self))
+    def __reduce__(self) -> tuple[type[BlockGrid], tuple[object, ...]]:
+        return BlockGrid, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+    @cached_property
+    def derived(self) -> Derived:
+        """What kernels work out from this grid: its compiled shapes, torch's form of it."""
+        return Derived()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles and of what was derived from them; the mask's own are not counted.
+
+        >>> import flexcp
+        >>> flexcp.build_block_grid(flexcp.masks.causal(), 500, block_size=100).nbytes
+        249
+        """
+        return self.planes.nbytes + sum(runs.nbytes for runs in self.runs) + self.derived.nbytes
 
     @property
     def batch(self) -> int:
@@ -216,7 +232,7 @@ class BlockGrid:
     def to_block_mask(
         self, *, device: torch.device | str = "cpu", separate_full_blocks: bool = True
     ) -> BlockMask:
-        """The same as a torch BlockMask, as `create_block_mask` would have made it."""
+        """This grid as a torch BlockMask, as `create_block_mask` would have made it."""
         from flexcp.grid.torch_block_mask import to_block_mask
 
         return to_block_mask(self, device=device, separate_full_blocks=separate_full_blocks)

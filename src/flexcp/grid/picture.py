@@ -1,11 +1,11 @@
-"""A grid seen from afar: how much of each pixel is allowed, and the picture as text."""
+"""A grid as a small picture: the share of each pixel that may attend, and shades as text."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flexcp.grid.analysis.pick import in_parts
+from flexcp.grid.analysis.indexing import in_parts
 from flexcp.grid.runs import BlockKind, Runs
 
 

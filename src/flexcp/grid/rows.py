@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import Descent, count_pairs
-from flexcp.grid.analysis.measured import MeasuredMask, Planes, measure_mask
-from flexcp.grid.analysis.pick import in_parts
+from flexcp.grid.analysis.indexing import in_parts
+from flexcp.grid.analysis.measured import MeasuredMask, measure_mask
 from flexcp.grid.grid import BlockGrid
+from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
 from flexcp.masks import trace_mask
 

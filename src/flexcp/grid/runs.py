@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexcp.grid.analysis.pick import pick
+from flexcp.grid.analysis.indexing import take
 
 
 class BlockKind(IntEnum):
@@ -47,6 +47,11 @@ class Runs:
     def __len__(self) -> int:
         return self.row.numel()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the runs."""
+        return sum(x.nbytes for x in (self.row, self.start, self.stop, self.kind))
+
     @cached_property
     def row_ptr(self) -> Tensor:
         """int64 [rows + 1] Row i has the runs row_ptr[i] .. row_ptr[i + 1] - 1."""
@@ -63,8 +68,8 @@ class Runs:
         key = row * (self.cols + 1) + col
         at = torch.searchsorted(self._keys, key, right=True) - 1
         near = at.clamp(min=0)
-        inside = (at >= 0) & (pick(self.row, near) == row) & (col < pick(self.stop, near))
-        return torch.where(inside, pick(self.kind, near), 0).to(torch.int8)
+        inside = (at >= 0) & (take(self.row, near) == row) & (col < take(self.stop, near))
+        return torch.where(inside, take(self.kind, near), 0).to(torch.int8)
 
     def refined(self, rows: int, cols: int, *, planes: int = 1) -> Runs:
         """Each tile split into 2 x 2, clipped to `rows` x `cols`.
@@ -106,7 +111,7 @@ class Runs:
         return joined([part])
 
     def transposed(self) -> Runs:
-        """The same matrix by columns.
+        """The runs of the transposed matrix: those of its columns.
 
         Only where a row differs from the one above does a column's stretch begin or end, so the
         work is proportional to the runs that come in and go out.
@@ -124,7 +129,7 @@ class Runs:
         col = _expand(left, right)
         line, below = (x.repeat_interleave(right - left) for x in (line, below))
         order = torch.argsort(col * (self.rows + 1) + line)
-        col, line, below = pick(col, order), pick(line, order), pick(below, order)
+        col, line, below = take(col, order), take(line, order), take(below, order)
         begins = torch.nonzero(below != BlockKind.EMPTY).squeeze(1)
         stops = line[begins + 1]
         return joined([Runs(self.cols, self.rows, col[begins], line[begins], stops, below[begins])])
@@ -182,7 +187,7 @@ def joined(pieces: Sequence[Runs]) -> Runs:
         return Runs(rows, cols, row, start, stop, kind)
     key, order = torch.sort(row * (cols + 1) + start)
     row = torch.div(key, cols + 1, rounding_mode="floor")
-    start, stop, kind = key - row * (cols + 1), pick(stop, order), pick(kind, order)
+    start, stop, kind = key - row * (cols + 1), take(stop, order), take(kind, order)
     joins = (row[1:] == row[:-1]) & (start[1:] == stop[:-1]) & (kind[1:] == kind[:-1])
     if not bool(joins.any()):
         return Runs(rows, cols, row, start, stop, kind)
@@ -191,7 +196,7 @@ def joined(pieces: Sequence[Runs]) -> Runs:
         torch.nonzero(torch.cat(pair)).squeeze(1) for pair in ((true, ~joins), (~joins, true))
     )
     return Runs(
-        rows, cols, pick(row, begins), pick(start, begins), pick(stop, ends), pick(kind, begins)
+        rows, cols, take(row, begins), take(start, begins), take(stop, ends), take(kind, begins)
     )
 
 

@@ -8,8 +8,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
-from flexcp.grid.analysis.measured import Planes
 from flexcp.grid.grid import BlockGrid
+from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
 from flexcp.masks import Mask, trace_mask
 

@@ -6,21 +6,32 @@ do, is refused: nothing that the caller wrote is dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    _identity,
+)
 
 from flexcp.compat._cp_sdpa import refuse_mask_and_dropout, with_heads
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid, BlockKind, build_block_grid
+from flexcp.integrations._torch_flex import (
+    refuse_max_scores,
+    refuse_options,
+    require_plain_call,
+)
 from flexcp.masks import Mask, as_mask, causal
-from flexcp.ops.parallel import attention
-from flexcp.ops.passes import shifted
+from flexcp.ops.api import attention
+from flexcp.ops.sharded import shifted
 from flexcp.plan import Plan
 
 ScoreFunction = Callable[..., Tensor]
@@ -39,6 +50,8 @@ class PlannedAttention:
     """The name of the mask."""
     first_head: int
     """Number of the first query head that this rank has."""
+    compared: ComparedMasks
+    """What is known of the plan's masks."""
 
     def sdpa(
         self,
@@ -53,7 +66,7 @@ class PlannedAttention:
     ) -> Tensor:
         """As `torch.nn.functional.scaled_dot_product_attention`."""
         refuse_mask_and_dropout(attn_mask, dropout_p)
-        if is_causal and not is_within_causal(self.plan, self.mask):
+        if is_causal and not self.compared.is_within_causal(self.plan, self.mask):
             raise FlexCPError(
                 "is_causal=False, since the plan's mask lets queries see later keys",
                 "is_causal=True",
@@ -81,27 +94,39 @@ class PlannedAttention:
     ) -> Any:
         """As `flex_attention`, of torch or of flexcp."""
         if kernel_options:
-            raise FlexCPError(
-                "no kernel_options, since a plan runs on kernels of its own",
-                f"kernel_options={dict(kernel_options)}",
-                "leave them out under ContextParallel",
-            )
+            refuse_options(str(dict(kernel_options)))
         if return_aux is not None and return_aux.max_scores:
-            raise FlexCPError(
-                "no max_scores, which a plan does not compute",
-                "AuxRequest(max_scores=True)",
-                "ask for lse alone",
-            )
+            refuse_max_scores()
         if return_lse and return_aux is not None:
             raise FlexCPError(
                 "return_lse or return_aux", "both", "pass return_aux=AuxRequest(lse=True) alone"
             )
         if block_mask is not None:
-            _require_repeated(self.plan, self.mask, block_mask)
+            _require_repeated(self.compared, self.plan, self.mask, block_mask)
         out, lse = self._run(query, key, value, score_mod, scale, enable_gqa, sinks)
         if return_aux is not None:
             return out, AuxOutput(lse if return_aux.lse else None, None)
         return (out, lse) if return_lse else out
+
+    def flex_op(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: ScoreFunction,
+        block_mask: tuple[Any, ...],
+        scale: float,
+        kernel_options: Mapping[str, Any],
+        *captured: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As the operator that torch's `flex_attention` ends in: out, lse to base 2, no max_scores.
+
+        `block_mask` and `kernel_options` are as torch fills them in.
+        """
+        require_plain_call(block_mask, kernel_options, captured)
+        mod = None if score_mod is _identity else score_mod
+        out, lse = self._run(query, key, value, mod, scale, True, None)
+        return out, lse / math.log(2.0), query.new_empty(0)
 
     def _run(
         self,
@@ -174,18 +199,31 @@ class _DTensors:
         return DTensor.from_local(x, self.mesh, self.placements, run_check=False)
 
 
-def is_within_causal(plan: Plan, mask: str) -> bool:
-    """Whether no query of a plan's mask sees a later key: then `is_causal` only repeats it."""
-    kept: dict[str, bool] = vars(plan).setdefault("_within_causal", {})
-    if mask not in kept:
-        kept[mask] = _is_within(plan.grids[mask], causal())
-    return kept[mask]
+@dataclass(frozen=True, eq=False)
+class ComparedMasks:
+    """How a plan's masks compare with what calls of attention say: worked out once."""
+
+    within_causal: dict[str, bool] = field(default_factory=dict)
+    """Whether no query of a mask sees a later key, by name."""
+    repeated: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """Block masks that allow all that a mask allows, by its name and their id; the latest last."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> ComparedMasks:
+        """What is known of a plan's masks, the same object for the same plan."""
+        return plan.memo.kept(("compared masks",), cls, per_mask=True)
+
+    def is_within_causal(self, plan: Plan, mask: str) -> bool:
+        """Whether no query of a plan's mask sees a later key: then `is_causal` only repeats it."""
+        if mask not in self.within_causal:
+            self.within_causal[mask] = _is_within(plan.grids[mask], causal())
+        return self.within_causal[mask]
 
 
 @run_eagerly_on_cpu
-def _require_repeated(plan: Plan, mask: str, given: Any) -> None:
+def _require_repeated(compared: ComparedMasks, plan: Plan, mask: str, given: Any) -> None:
     """Raises if a call's block mask forbids a pair that the plan's mask allows."""
-    kept: dict[tuple[str, int], Any] = vars(plan).setdefault("_repeated", {})
+    kept = compared.repeated
     if (mask, id(given)) in kept:
         return
     if isinstance(given, BlockMask):

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FunctionType, MethodType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from flexcp.compat.flex_attention import flex_attention as compat_flex_attention
+from flexcp.compat.intercept import Interception, in_force
+from flexcp.compat.recomputation import begin_keeping, end_keeping, kept_for_recomputation
 from flexcp.errors import FlexCPError
-from flexcp.integrations._calls import PlannedAttention, is_within_causal
-from flexcp.integrations._recomputation import kept_for_recomputation
-from flexcp.integrations._torch_flex import TORCH_FLEX_ATTENTION, make_overridable
-from flexcp.ops.attention import flex_attention
-from flexcp.ops.passes import transport_of
+from flexcp.integrations._calls import ComparedMasks, PlannedAttention
+from flexcp.integrations._torch_flex import refusing_by_name
 from flexcp.plan import Plan
-
-_FLEX = (flex_attention, compat_flex_attention, TORCH_FLEX_ATTENTION)
-_STYLE = "_flexcp_context_parallel"
-_OWN = "_flexcp_own_forward"
+from flexcp.plan.styles import StyleMark, require_applied
 
 
 class ContextParallel(ParallelStyle):
@@ -40,6 +32,10 @@ class ContextParallel(ParallelStyle):
     packed documents is fine, `is_causal=True` under a plan for full attention is an error. So are
     an `attn_mask`, dropout, and whatever else a plan can't do; nothing is dropped.
 
+    A style has to be applied to a module before its plan shards a tensor, and before `using`:
+    `parallelize_module` passes over patterns that match no module, and the model would then take
+    this rank's rows for the whole sequence. `flexcp.parallelize` names such patterns at once.
+
     Args:
         plan: Whose rows are whose, and which pairs attend; or None, if every step has a plan of its
             own: see `using`.
@@ -49,6 +45,7 @@ class ContextParallel(ParallelStyle):
 
     >>> import flexcp
     >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> from torch.nn import functional
     >>> class Attention(nn.Module):
     ...     def forward(self, x):
     ...         return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -68,9 +65,12 @@ class ContextParallel(ParallelStyle):
         self.mask = mask
         self.first_head = first_head
         self._step = _Step()
+        self._mark = StyleMark("ContextParallel()" if mask is None else f"ContextParallel({mask=})")
+        self._step.marks.append(self._mark)
         if plan is not None:
             self._require(plan)
-            self._step.plan = plan
+            self._step.set(plan)
+            plan.unapplied_styles.expect(self._mark)
 
     @property
     def plan(self) -> Plan | None:
@@ -78,7 +78,7 @@ class ContextParallel(ParallelStyle):
         return self._step.plan
 
     def with_mask(self, mask: str, *, first_head: int | None = None) -> ContextParallel:
-        """The same style for modules with another mask of the same plans.
+        """A style for modules that use another mask of this style's plans.
 
         >>> cp = ContextParallel()
         >>> layers = {"layers.0.attn": cp.with_mask("full"), "layers.1.attn": cp.with_mask("local")}
@@ -86,8 +86,11 @@ class ContextParallel(ParallelStyle):
         first_head = self.first_head if first_head is None else first_head
         other = ContextParallel(mask=mask, first_head=first_head)
         other._step = self._step
+        self._step.marks.append(other._mark)
+        self._mark.is_applied = True  # no module needs the style that others are made of
         if self.plan is not None:
             other._require(self.plan)
+            self.plan.unapplied_styles.expect(other._mark)
         return other
 
     @contextmanager
@@ -99,6 +102,7 @@ class ContextParallel(ParallelStyle):
         after it.
         """
         self._require(plan)
+        require_applied(self._step.marks, "using(plan)")
         with self._step.holding(plan):
             yield plan
 
@@ -110,20 +114,27 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         for name, other in module.named_modules():
-            if _STYLE in vars(other):
+            if _has_style(other):
                 raise FlexCPError(
                     "modules that have no ContextParallel yet",
                     f"{type(other).__name__} {name!r}, which has" if name else "one that has",
                     "parallelize each module once; change its plan with using(plan)",
                 )
+            if isinstance(other, torch.jit.ScriptModule):
+                raise FlexCPError(
+                    "modules of Python, whose calls of attention can be seen",
+                    f"the ScriptModule {name!r}" if name else "a ScriptModule",
+                    "parallelize the module before it is scripted or traced",
+                )
         self._step.bind(device_mesh)
         if self.plan is not None:
             self._require(self.plan)
-        make_overridable()
-        kept = vars(module)
-        kept[_STYLE], kept[_OWN] = self, kept.get("forward")
-        kept["forward"] = MethodType(_forward, module)
+            self.plan.unapplied_styles.forget_reported()
+        # Not by hooks, which run outside of what `torch.compile(module)` traces.
+        module.forward = _ParallelForward(self, module, module.forward).run
         module.register_forward_pre_hook(_must_be_called)
+        self._mark.is_applied = True
+        self._step.marks[:] = [mark for mark in self._step.marks if not mark.is_reported]
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -137,11 +148,11 @@ class ContextParallel(ParallelStyle):
                 f"{type(plan).__name__}",
                 "pass ContextParallel(plan), or ContextParallel() and then using(plan)",
             )
-        transport_of(plan)
+        plan.require_mesh()
         self._step.require_mesh(plan)
         if self.mask is not None or len(plan.grids) == 1:
             # Settled now: inside torch.compile, there is no planning.
-            is_within_causal(plan, plan.mask_name(self.mask))
+            ComparedMasks.of(plan).is_within_causal(plan, plan.mask_name(self.mask))
 
 
 @dataclass(eq=False)
@@ -150,10 +161,19 @@ class _Step:
 
     mesh: Any = None
     plan: Plan | None = None
+    compared: ComparedMasks | None = None
+    """What is known of the plan's masks."""
+    marks: list[StyleMark] = field(default_factory=list)
+    """Of the styles."""
     is_disabled: bool = False
     is_recomputing: bool = False
     has_changed: bool = False
     """Whether there has been more than one plan."""
+
+    def set(self, plan: Plan | None) -> None:
+        """Puts a plan in force."""
+        self.plan = plan
+        self.compared = None if plan is None else ComparedMasks.of(plan)
 
     @contextmanager
     def holding(
@@ -162,14 +182,16 @@ class _Step:
         """Sets the plan, here and wherever the body is recomputed."""
         before = (self.plan, self.is_disabled, self.is_recomputing)
         self.has_changed = self.has_changed or plan is not self.plan
-        self.plan, self.is_disabled, self.is_recomputing = plan, disabled, recomputing
+        self.set(plan)
+        self.is_disabled, self.is_recomputing = disabled, recomputing
         try:
             with kept_for_recomputation(
                 lambda: self.holding(plan, disabled=disabled, recomputing=True)
             ):
                 yield
         finally:
-            self.plan, self.is_disabled, self.is_recomputing = before
+            self.set(before[0])
+            self.is_disabled, self.is_recomputing = before[1:]
 
     def bind(self, mesh: Any) -> None:
         if self.mesh is not None and _members(mesh) != _members(self.mesh):
@@ -199,48 +221,57 @@ def _members(mesh: Any) -> object:
     return id(mesh) if transport is None else id(transport)
 
 
+@dataclass(frozen=True, eq=False)
+class _ParallelForward:
+    """A module's own forward, with its attention over the whole sequence."""
+
+    style: ContextParallel
+    module: nn.Module
+    own: Callable[..., Any]
+    """What the module did before."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands for the module's forward."""
+        style, step = self.style, self.style._step
+        if step.is_disabled:
+            return self.own(*args, **kwargs)
+        plan = step.plan
+        if plan is None or step.compared is None:
+            raise FlexCPError(
+                "a plan for ContextParallel",
+                "none",
+                "pass ContextParallel(plan), or run the model within using(plan)",
+            )
+        mask = plan.mask_name(style.mask)
+        planned = PlannedAttention(plan, mask, style.first_head, step.compared)
+        mode = _Answering(planned, [])
+        if torch.compiler.is_compiling():
+            with mode:
+                out = self.own(*args, **kwargs)
+        else:
+            _require_own_plan(step)
+            begin_keeping(mode.again)  # for what the module itself checkpoints
+            try:
+                with refusing_by_name(), mode:
+                    out = self.own(*args, **kwargs)
+            finally:
+                end_keeping(mode.again)
+        if not mode.answered:
+            raise FlexCPError(
+                "a module that calls F.scaled_dot_product_attention or flex_attention",
+                f"{type(self.module).__name__}, whose forward called neither",
+                "parallelize the module that calls one of them, with such attention switched on "
+                "(nn.MultiheadAttention: need_weights=False)",
+            )
+        return out
+
+
+def _has_style(module: nn.Module) -> bool:
+    return isinstance(getattr(module.forward, "__self__", None), _ParallelForward)
+
+
 def _must_be_called(module: nn.Module, args: Any) -> None:
     """Does nothing; a hook keeps nn.TransformerEncoderLayer from going around the module's call."""
-
-
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, with its attention over the whole sequence."""
-    style: ContextParallel = vars(module)[_STYLE]
-    step = style._step
-    if step.is_disabled:
-        return _own_forward(module, *args, **kwargs)
-    plan = step.plan
-    if plan is None:
-        raise FlexCPError(
-            "a plan for ContextParallel",
-            "none",
-            "pass ContextParallel(plan), or run the model within using(plan)",
-        )
-    planned = PlannedAttention(plan, plan.mask_name(style.mask), style.first_head)
-    mode = _Answering(planned, [])
-    if torch.compiler.is_compiling():
-        with mode:
-            out = _own_forward(module, *args, **kwargs)
-    else:
-        _require_own_plan(step)
-        with _in_force(mode):
-            out = _own_forward(module, *args, **kwargs)
-    if not mode.answered:
-        raise FlexCPError(
-            "a module that calls F.scaled_dot_product_attention or flex_attention",
-            f"{type(module).__name__}, whose forward called neither",
-            "parallelize the module that calls one of them, with such attention switched on "
-            "(nn.MultiheadAttention: need_weights=False)",
-        )
-    return out
-
-
-def _own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What the module did before: that of its class, unless it was given another one."""
-    own: Callable[..., Any] | None = vars(module)[_OWN]
-    if own is None:
-        return type(module).forward(module, *args, **kwargs)
-    return own(*args, **kwargs)
 
 
 def _require_own_plan(step: _Step) -> None:
@@ -253,57 +284,31 @@ def _require_own_plan(step: _Step) -> None:
         )
 
 
-@contextmanager
-def _in_force(mode: _Answering) -> Iterator[None]:
-    """Also for what the module itself checkpoints."""
-    with (
-        kept_for_recomputation(lambda: _in_force(_Answering(mode.planned, mode.answered))),
-        mode,
-    ):
-        yield
+class _Answering(Interception):
+    """A plan answers the attention functions that a module calls."""
 
-
-class _Answering(TorchFunctionMode):
-    """Sees every torch function that is called, under any name, on this thread alone."""
+    trains_flex_op_on_cpu = True
 
     def __init__(self, planned: PlannedAttention, answered: list[str]) -> None:
         super().__init__()
         self.planned = planned
         self.answered = answered
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is functional.scaled_dot_product_attention:
-            self.answered.append("sdpa")
-            return self.planned.sdpa(*args, **kwargs)
-        if func in _FLEX:
-            self.answered.append("flex")
-            return self.planned.flex(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:
-            return self._multi_head()(*args, **kwargs)
-        return _pass(func, args, kwargs)
+    def again(self) -> Any:
+        """A context that answers the calls of what a module recomputes in its backward pass."""
+        return in_force(lambda: _Answering(self.planned, self.answered))
 
-    def _multi_head(self) -> Callable[..., Any]:
-        """Torch's function, which modes see as one call, with its own attention answered."""
+    def sdpa(self, *args: Any, **kwargs: Any) -> Any:
+        """Attention of the whole sequence, to this rank's queries."""
+        self.answered.append("scaled_dot_product_attention")
+        return self.planned.sdpa(*args, **kwargs)
 
-        def sdpa(*args: Any, **kwargs: Any) -> Any:
-            self.answered.append("sdpa")
-            return self.planned.sdpa(*args, **kwargs)
+    def flex(self, function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        """Attention of the whole sequence, to this rank's queries."""
+        self.answered.append("flex_attention")
+        return self.planned.flex(*args, **kwargs)
 
-        whole: Any = functional.multi_head_attention_forward
-        names = {"scaled_dot_product_attention": sdpa, "has_torch_function": lambda _: False}
-        inner = FunctionType(whole.__code__, {**whole.__globals__, **names})
-        inner.__defaults__, inner.__kwdefaults__ = whole.__defaults__, whole.__kwdefaults__
-        return inner
-
-
-def _pass(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is not attention runs as it is."""
-    if torch.compiler.is_compiling() and isinstance(func, FunctionType):
-        name = func.__name__
-        # torch.compile knows such a method of a tensor, but not the function that it is made of.
-        if getattr(torch.Tensor, name, None) is func:
-            return getattr(args[0], name)(*args[1:], **kwargs)
-    return func(*args, **kwargs)
+    def flex_op(self, *args: Any, **kwargs: Any) -> Any:
+        """Attention of the whole sequence, to this rank's queries."""
+        self.answered.append("flex_attention")
+        return self.planned.flex_op(*args, **kwargs)

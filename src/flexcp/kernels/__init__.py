@@ -1,9 +1,10 @@
 """Attention on one device: shapes in, a partial result and its gradients out."""
 
+from flexcp.kernels.compiled_shapes import CompiledShapes, compiled_shapes_of
 from flexcp.kernels.interface import (
     BitTile,
-    Gradients,
     Partial,
+    PartialGradients,
     Plane,
     Shapes,
     Slab,
@@ -11,7 +12,6 @@ from flexcp.kernels.interface import (
     full_shapes,
 )
 from flexcp.kernels.merge import merge
-from flexcp.kernels.prepared import Prepared, prepared_for
 from flexcp.kernels.registry import KERNELS, Choice, choose, explain
 from flexcp.kernels.shapes import shapes_of
 
@@ -19,17 +19,17 @@ __all__ = [
     "KERNELS",
     "BitTile",
     "Choice",
-    "Gradients",
+    "CompiledShapes",
     "Partial",
+    "PartialGradients",
     "Plane",
-    "Prepared",
     "Shapes",
     "Slab",
     "causal_shapes",
     "choose",
+    "compiled_shapes_of",
     "explain",
     "full_shapes",
     "merge",
-    "prepared_for",
     "shapes_of",
 ]

@@ -7,6 +7,7 @@ This kernel has not run on hardware yet: its wiring is tested on torch's eager F
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from flexcp.eager import outside_of_inference_mode, tensors_to_keep
 from flexcp.grid import BlockGrid
-from flexcp.kernels.prepared import outside_of_fake_tensors
 from flexcp.kernels.score import ScoreFunction
 
 FlexAttention = Callable[..., tuple[Tensor, AuxOutput]]
@@ -84,15 +85,33 @@ def flex_forward(
 
 def block_mask_for(grid: BlockGrid, device: torch.device) -> BlockMask:
     """The grid in torch's form on a device; made once and kept with the grid."""
-    kept: dict[torch.device, BlockMask] = vars(grid).setdefault("_block_masks", {})
+    kept = grid.derived.once(BlockMasksByDevice, BlockMasksByDevice).block_masks
     found = kept.get(device)
     if found is None:
-        with outside_of_fake_tensors():
+        with tensors_to_keep():
             found = grid.to_block_mask()
-        found = found.to(device)
+        with outside_of_inference_mode():
+            found = found.to(device)
         if type(found.kv_indices) is Tensor:  # nothing that a FakeTensorMode made outlives it
             kept[device] = found
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMasksByDevice:
+    """A grid in torch's form, once for each device that it was asked for on."""
+
+    block_masks: dict[torch.device, BlockMask] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lists of tiles."""
+        return sum(
+            x.nbytes
+            for block_mask in tuple(self.block_masks.values())
+            for x in block_mask.as_tuple(flatten=True)
+            if isinstance(x, Tensor)
+        )
 
 
 def _shifted(score_mod: ScoreFunction, q_start: int, kv_start: int) -> ScoreFunction:

@@ -116,7 +116,7 @@ class Shapes:
     q_positions: Tensor | None = None
     """int64 [q_len] Global position of each query row; None means 0, 1, 2, ..."""
     kv_positions: Tensor | None = None
-    """int64 [kv_len] Likewise for keys."""
+    """int64 [kv_len] Global position of each key; None means 0, 1, 2, ..."""
 
     def __post_init__(self) -> None:
         if not self.plane_of or not self.plane_of[0]:
@@ -158,7 +158,7 @@ class Partial:
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
+class PartialGradients:
     """What a backward pass returns: the contribution of the pairs that it was given."""
 
     q: Tensor

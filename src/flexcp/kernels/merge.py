@@ -1,5 +1,7 @@
 """Merging: two partial results of the same rows, over disjoint keys, become one.
 
+Sums over keys are kept, and merged, in the accumulation type.
+
 A partial result is the pair (out, lse): the softmax-weighted mean of some values, and the log of
 the sum of their weights (natural logarithm). A row that saw nothing has lse -inf and out 0, and
 changes nothing that it is merged with.
@@ -11,14 +13,23 @@ import torch
 from torch import Tensor
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over keys are kept: float64 for float64, else float32.
+
+    >>> accumulation_dtype(torch.bfloat16)
+    torch.float32
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The result over both sets of keys.
 
     Args:
         out: [..., L, D], in the accumulation type (float32, or float64).
         lse: [..., L], of the same type.
-        other_out: likewise, over keys that `out` did not see.
-        other_lse: likewise.
+        other_out: [..., L, D], the result over keys that `out` did not see.
+        other_lse: [..., L], that of `other_out`.
 
     >>> nothing = torch.zeros(1, 2), torch.full((1,), -torch.inf)
     >>> something = torch.ones(1, 2), torch.zeros(1)

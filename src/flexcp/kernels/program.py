@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from flexcp.kernels.interface import Plane, Slab
 
 _STRIP_PAIRS = STRIP_ROWS * 4096
 """A strip with more pairs is cut into several ranges of keys."""
+_PIECE_BYTES = 400
+"""What a piece takes, as an object with ten fields."""
+_PADDING = 16
+"""Added to rows of 256, 512, ... scores: the columns of such rows share a few cache lines."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,18 +35,8 @@ class Forbidden:
     c1: int
     pairs: Tensor
     """bool [rows, c1 - c0] True where the pair may not attend."""
-    _biases: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
-
-    def bias(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What to add to the scores: -inf where the pair may not attend, else 0."""
-        key = (dtype, device)
-        found = self._biases.get(key)
-        if found is None:
-            zeros = torch.zeros(self.pairs.shape, dtype=dtype)
-            found = zeros.masked_fill_(self.pairs, -torch.inf).to(device)
-            if type(found) is Tensor:  # nothing that a FakeTensorMode made outlives it
-                self._biases[key] = found
-        return found
+    biases: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    """What to add to scores of a type on a device, as far as it has been asked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,21 +49,46 @@ class Piece:
     k1: int
     fused: bool
     """Whether a fused op computes it; then nothing in it is forbidden."""
-    fresh: bool
-    """Whether no piece before it has any of its rows."""
+    first_write: bool
+    """Whether no piece before it writes to any of its rows, so that it need not merge."""
     forbidden: tuple[Forbidden, ...] = ()
-    has_blind_rows: bool = False
+    has_fully_masked_rows: bool = False
     """Whether some row sees nothing in this piece."""
+    rows: int = field(init=False)
+    """How many query rows."""
+    keys: int = field(init=False)
+    """How many keys."""
 
-    @property
-    def rows(self) -> int:
-        """How many rows."""
-        return self.q1 - self.q0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", self.q1 - self.q0)
+        object.__setattr__(self, "keys", self.k1 - self.k0)
 
-    @property
-    def keys(self) -> int:
-        """How many keys."""
-        return self.k1 - self.k0
+
+@dataclass(frozen=True, eq=False)
+class StripSizes:
+    """How large the strips of a program are, which is what their workspace has to hold."""
+
+    rows: int
+    """Rows of the highest strip."""
+    keys: int
+    """Keys of the widest strip."""
+    padded_pairs: int
+    """Pairs of the largest strip, its rows as long as they are in memory."""
+    typical_pairs: int
+    """Pairs of the strip that a pair is in, on average."""
+
+    @classmethod
+    def of(cls, strips: tuple[Piece, ...]) -> StripSizes:
+        """The sizes of some strips; zeros if there are none."""
+        if not strips:
+            return cls(0, 0, 0, 0)
+        pairs = [p.rows * p.keys for p in strips]
+        return cls(
+            max(p.rows for p in strips),
+            max(p.keys for p in strips),
+            max(p.rows * row_stride(p.keys) for p in strips),
+            sum(size * size for size in pairs) // sum(pairs),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,29 +96,40 @@ class Program:
     """All pieces of a plane: together they cover each allowed pair once."""
 
     pieces: tuple[Piece, ...]
+    """Rectangles first, then strips."""
     writes_every_row: bool
-    """Whether each row's first piece is fresh; then results may start as uninitialised memory."""
+    """Whether each row's first piece is a first write; then results may start uninitialised."""
+    rectangles: tuple[Piece, ...] = field(init=False)
+    """The pieces that a fused op computes."""
+    strips: tuple[Piece, ...] = field(init=False)
+    """The pieces that batched matrix products compute."""
+    strip_sizes: StripSizes = field(init=False)
+    """What the strips need of memory."""
+    nbytes: int = field(init=False)
+    """Bytes of the pieces, and of their forbidden pairs as bits and as float32 biases, about."""
 
-    @cached_property
-    def rectangles(self) -> tuple[Piece, ...]:
-        """The pieces that a fused op computes; they come first."""
-        return tuple(p for p in self.pieces if p.fused)
-
-    @cached_property
-    def strips(self) -> tuple[Piece, ...]:
-        """The pieces that matrix products compute."""
-        return tuple(p for p in self.pieces if not p.fused)
-
-    @cached_property
-    def typical_strip(self) -> int:
-        """Pairs of the strip that a pair is in, on average."""
-        sizes = [p.rows * p.keys for p in self.strips]
-        return sum(size * size for size in sizes) // sum(sizes) if sizes else 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rectangles", tuple(p for p in self.pieces if p.fused))
+        object.__setattr__(self, "strips", tuple(p for p in self.pieces if not p.fused))
+        object.__setattr__(self, "strip_sizes", StripSizes.of(self.strips))
+        edges = {id(edge): edge.pairs.numel() for p in self.pieces for edge in p.forbidden}
+        nbytes = _PIECE_BYTES * len(self.pieces) + (1 + 4) * sum(edges.values())
+        object.__setattr__(self, "nbytes", nbytes)
 
     @property
     def computed(self) -> int:
         """Pairs that are computed, the forbidden ones among them included."""
         return sum(p.rows * p.keys for p in self.pieces)
+
+
+@lru_cache(maxsize=1024)
+def row_stride(keys: int) -> int:
+    """How far apart the rows of a strip's scores are in memory, in scores.
+
+    >>> row_stride(100), row_stride(512)
+    (100, 528)
+    """
+    return keys if keys % 256 else keys + _PADDING
 
 
 def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
@@ -125,17 +155,17 @@ def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
     pieces: list[Piece] = []
 
     def add(q0: int, q1: int, k0: int, k1: int, **details: object) -> None:
-        fresh = not bool(covered[q0:q1].any())
+        first_write = not bool(covered[q0:q1].any())
         covered[q0:q1] = True
-        if fresh:
+        if first_write:
             written[q0:q1] = True
-        pieces.append(Piece(q0, q1, k0, k1, fresh=fresh, **details))  # type: ignore[arg-type]
+        pieces.append(Piece(q0, q1, k0, k1, first_write=first_write, **details))  # type: ignore[arg-type]
 
     for r in sorted(rectangles, key=lambda s: (s.q0, s.k0)):
         add(r.q0, r.q1, r.k0, r.k1, fused=True)
     known: dict[object, list[tuple[int, int, tuple[Forbidden, ...], bool]]] = {}
     for strip in _joined_if_cheaper(strips):
-        for c0, c1, forbidden, blind in _edges(strip, known):
+        for c0, c1, forbidden, fully_masked in _edges(strip, known):
             add(
                 strip.q0,
                 strip.q1,
@@ -143,11 +173,11 @@ def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
                 strip.k0 + c1,
                 fused=False,
                 forbidden=forbidden,
-                has_blind_rows=blind,
+                has_fully_masked_rows=fully_masked,
             )
     for q0, q1, k0, k1, bits in _tile_runs(plane):
-        forbidden, blind = forbidden_columns(bits)
-        add(q0, q1, k0, k1, fused=False, forbidden=forbidden, has_blind_rows=blind)
+        forbidden, fully_masked = forbidden_columns(bits)
+        add(q0, q1, k0, k1, fused=False, forbidden=forbidden, has_fully_masked_rows=fully_masked)
     return Program(tuple(pieces), bool(written.all()))
 
 

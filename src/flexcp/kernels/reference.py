@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A FlexAttention score_mod of (score, b, h, q_idx, kv_idx)."""
+from flexcp.kernels.merge import accumulation_dtype
+from flexcp.kernels.score import ScoreFunction
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,15 +26,6 @@ class DenseResult:
     """[B, H, Lq], natural logarithm; -inf for a row that sees nothing."""
     max_scores: Tensor
     """[B, H, Lq]; the largest score of each row, -inf for a row that sees nothing."""
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums over keys are kept: float64 for float64, else float32.
-
-    >>> accumulation_dtype(torch.bfloat16)
-    torch.float32
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def dense_mask(
@@ -111,7 +102,7 @@ def dense_attention(
         sinks: [H] logits that join each row's denominator.
         scale: factor on the scores; 1 / sqrt(D) by default.
         q_positions: [Lq] global positions, for `score_mod`; 0, 1, ... by default.
-        kv_positions: [Lkv], likewise.
+        kv_positions: [Lkv] global positions of the keys, for `score_mod`; 0, 1, ... by default.
 
     >>> q = torch.zeros(1, 1, 2, 4)
     >>> v = torch.tensor([[1.0], [3.0]]).reshape(1, 1, 2, 1)

@@ -1,4 +1,4 @@
-"""Shapes of a mask: row ranges chained into the largest slabs, in the rows of a kernel's tensors.
+"""Shapes of a mask: key ranges chained into the largest slabs, in the rows of a kernel's tensors.
 
 A causal mask becomes one trapezoid, packed documents one triangle per document, a sliding window
 a triangle and a band: none of them has a partial tile left.
@@ -12,7 +12,7 @@ from torch import Tensor
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
 from flexcp.kernels.interface import BitTile, Plane, Shapes, Slab
-from flexcp.kernels.ranges import RowRanges, joined, row_ranges
+from flexcp.kernels.key_ranges import KeyRanges, joined, key_ranges_of
 
 
 def shapes_of(
@@ -24,7 +24,8 @@ def shapes_of(
         grid: the mask's tiles.
         q_positions: int64 [Lq] global position of each query row that the kernel gets, in any
             order; by default all rows of the grid.
-        kv_positions: int64 [Lkv] likewise for keys; ascending.
+        kv_positions: int64 [Lkv] global position of each key that the kernel gets, ascending; by
+            default all columns of the grid.
 
     >>> import flexcp
     >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 1000)
@@ -32,12 +33,12 @@ def shapes_of(
     (Slab(q0=0, q1=1000, k0=0, k1=1, k0_step=0, k1_step=1),)
     """
     return shapes_from_ranges(
-        row_ranges(grid), grid, q_positions=q_positions, kv_positions=kv_positions
+        key_ranges_of(grid), grid, q_positions=q_positions, kv_positions=kv_positions
     )
 
 
 def shapes_from_ranges(
-    ranges: RowRanges,
+    ranges: KeyRanges,
     grid: BlockGrid,
     *,
     q_positions: Tensor | None = None,
@@ -164,7 +165,7 @@ def _distinct(
 
 
 def _localised(
-    ranges: RowRanges, q_rows: Tensor | None, kv_rows: Tensor | None
+    ranges: KeyRanges, q_rows: Tensor | None, kv_rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ranges of some rows over some keys, counted in those rows and keys."""
     row, start, stop = ranges.row, ranges.start, ranges.stop
@@ -183,7 +184,7 @@ def _localised(
 
 
 def _tiles(
-    ranges: RowRanges, plane: int, q_rows: Tensor | None, kv_rows: Tensor | None
+    ranges: KeyRanges, plane: int, q_rows: Tensor | None, kv_rows: Tensor | None
 ) -> list[BitTile]:
     found = []
     _, bq, bk = ranges.tile_bits.shape

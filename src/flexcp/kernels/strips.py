@@ -6,7 +6,7 @@ natural exponential, and the change of base is a factor of a matrix product. Key
 query heads share are never repeated: those heads become further rows.
 
 Letters in names: N batch elements times key heads, R query heads per key head, T rows and U keys
-of a strip, D head dim.
+of a strip, L rows or keys, D head dim.
 """
 
 from __future__ import annotations
@@ -14,36 +14,152 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexcp.kernels.merge import merge_into
-from flexcp.kernels.program import Piece
+from flexcp.kernels.program import Forbidden, Piece, StripSizes, row_stride
 from flexcp.kernels.score import ScoreMod
-from flexcp.kernels.strip_data import (
-    Incoming,
-    Results,
-    Rows,
-    Scoring,
-    Sums,
-    Workspace,
-    keys_of,
-    rows_of,
-)
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 
+_CHUNK_PER_THREAD = 5 << 17
+"""Scores held at a time, per thread: more would not stay in cache."""
+_CHUNK_MOST = 1 << 24
+
+
+def rows_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
+    """The query rows of a piece."""
+    return x.narrow(dim, piece.q0, piece.rows)
+
+
+def keys_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
+    """The keys of a piece."""
+    return x.narrow(dim, piece.k0, piece.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class StripTensors:
+    """Q, K and V of a head group, in the accumulation type, laid out for batched products."""
+
+    q_NRLD: Tensor  # noqa: N815
+    k_NLD: Tensor  # noqa: N815
+    v_NLD: Tensor  # noqa: N815
+    b_N: Tensor | None = None  # noqa: N815
+    """int64 Batch element of each n; only a score function needs to know."""
+    h_NR: Tensor | None = None  # noqa: N815
+    """int64 Query head of each n, r; only a score function needs to know."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How scores come from products of rows and keys."""
+
+    scale: float
+    mod: ScoreMod | None
+    q_positions: Tensor | None = None
+    """int64 [Lq] Global positions, as the score function sees them."""
+    kv_positions: Tensor | None = None
+    """int64 [Lkv] Global positions of the keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class StripResults:
+    """Where forward strips leave, or merge, what they find; all in the accumulation type."""
+
+    out_NRLD: Tensor  # noqa: N815
+    lse_NRL: Tensor  # noqa: N815
+    highest_NRL: Tensor | None  # noqa: N815
+    """The largest score of each row, if wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardInputs:
+    """What the backward pass starts from, in the accumulation type."""
+
+    grad_out_NRLD: Tensor  # noqa: N815
+    minus_lse_NRL: Tensor  # noqa: N815
+    """Minus the *global* lse, to the base 2; -inf for rows that see nothing at all."""
+    minus_delta_NRL: Tensor  # noqa: N815
+    """The gradient of lse, minus the row sums of out * grad_out."""
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSums:
+    """Where backward strips add their results, all in the accumulation type."""
+
+    q_NRLD: Tensor  # noqa: N815
+    k_NLD: Tensor  # noqa: N815
+    v_NLD: Tensor  # noqa: N815
+    captured: list[Tensor]
+    """One for each captured tensor that needs a gradient."""
+
+
+_Record = TypeVar("_Record", StripTensors, StripResults, BackwardInputs, GradientSums)
+
+
+def of_chunk(record: _Record, chunk: slice) -> _Record:
+    """The record's tensors at some of their first dimension (N) alone, as views."""
+    size = chunk.stop - chunk.start
+    if chunk.start == 0 and size == getattr(record, fields(record)[0].name).shape[0]:
+        return record
+    views: dict[str, Any] = {
+        field.name: value.narrow(0, chunk.start, size)
+        for field in fields(record)
+        if isinstance(value := getattr(record, field.name), Tensor)
+    }
+    return replace(record, **views)
+
+
+class Workspace:
+    """Memory that the strips of a call use in turn: for a product, and for scores.
+
+    Allocating them anew each time would cost as much as a matrix product.
+    """
+
+    def __init__(self, tensors: StripTensors, sizes: StripSizes, *, scores: int) -> None:
+        n, r = tensors.q_NRLD.shape[:2]
+        budget = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _CHUNK_MOST)
+        most = max(1, budget // (r * sizes.typical_pairs))
+        self._n = n
+        self._step = -(-n // -(-n // most))  # as few groups as that takes, of even size
+        dim = max(tensors.k_NLD.shape[-1], tensors.v_NLD.shape[-1])
+        self.in_place = torch.get_num_threads() == 1
+        """Whether products go straight to where they belong: threads share a batch of products
+        only if its result is contiguous."""
+        longest = max(r * sizes.rows, sizes.keys)
+        most_scores = self._step * r * sizes.padded_pairs
+        self._product = tensors.k_NLD.new_empty(self._step * longest * dim)
+        self._scores = [tensors.k_NLD.new_empty(most_scores) for _ in range(scores)]
+
+    def chunks(self) -> Iterator[slice]:
+        """All n, in groups that are computed together."""
+        for first in range(0, self._n, self._step):
+            yield slice(first, min(first + self._step, self._n))
+
+    def product(self, *shape: int) -> Tensor:
+        """Uninitialised memory for a product [n, rows or keys, D]."""
+        return self._product.narrow(0, 0, math.prod(shape)).view(shape)
+
+    def scores(self, which: int, n: int, rows: int, keys: int) -> Tensor:
+        """Uninitialised memory for the scores of a strip, [n, rows, keys]."""
+        stride = row_stride(keys)
+        return self._scores[which].as_strided((n, rows, keys), (rows * stride, stride, 1))
+
+
 def strip_forward(
-    rows: Rows, piece: Piece, scoring: Scoring, work: Workspace, results: Results
+    tensors: StripTensors, piece: Piece, scoring: Scoring, work: Workspace, results: StripResults
 ) -> None:
     """Leaves a strip's share of the result in `results`, merged with what is there already."""
-    q = _by_row(rows.q_NRLD, piece)
-    n, r = rows.q_NRLD.shape[:2]
-    k_columns = keys_of(rows.k_NLD, piece, 1).transpose(1, 2)
-    v = keys_of(rows.v_NLD, piece, 1)
+    q = _by_row(tensors.q_NRLD, piece)
+    n, r = tensors.q_NRLD.shape[:2]
+    k_columns = keys_of(tensors.k_NLD, piece, 1).transpose(1, 2)
+    v = keys_of(tensors.v_NLD, piece, 1)
     scores = work.scores(0, n, q.shape[1], piece.keys)
     mod = scoring.mod
     if mod is None:
@@ -52,24 +168,24 @@ def strip_forward(
     else:
         scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale)
         tile = scores.view(n, r, piece.rows, piece.keys)
-        modified = _modified(rows, piece, scoring, mod, tile)
+        modified = _modified(tensors, piece, scoring, mod, tile)
         scores = work.scores(1, n, q.shape[1], piece.keys)
         torch.mul(modified, LOG2_E, out=scores.view(tile.shape))
         _forbid_modified(scores, piece)
     highest = scores.amax(-1, keepdim=True)
-    some_row_is_blind = piece.has_blind_rows or mod is not None
+    some_row_is_fully_masked = piece.has_fully_masked_rows or mod is not None
     # A finite stand-in for the largest score of a row that sees nothing makes all its weights 0.
-    base = highest.clamp(min=torch.finfo(scores.dtype).min) if some_row_is_blind else highest
+    base = highest.clamp(min=torch.finfo(scores.dtype).min) if some_row_is_fully_masked else highest
     weights = scores.sub_(base).exp2_()
     total = weights.sum(-1, keepdim=True)
-    writes = piece.fresh and r == 1 and work.in_place
+    writes = piece.first_write and r == 1 and work.in_place
     target = rows_of(results.out_NRLD, piece)
     out = target.squeeze(1) if writes else work.product(n, q.shape[1], v.shape[-1])
     out.baddbmm_(weights, v, beta=0)
-    out.div_(total.masked_fill(total == 0, 1.0) if some_row_is_blind else total)
+    out.div_(total.masked_fill(total == 0, 1.0) if some_row_is_fully_masked else total)
     lse = total.log2_().add_(base).mul_(LN_2).view(n, r, piece.rows)
     target_lse = rows_of(results.lse_NRL, piece)
-    if piece.fresh:
+    if piece.first_write:
         if not writes:
             target.copy_(out.view(target.shape))
         target_lse.copy_(lse)
@@ -81,12 +197,17 @@ def strip_forward(
 
 
 def strip_backward(
-    rows: Rows, piece: Piece, scoring: Scoring, work: Workspace, given: Incoming, sums: Sums
+    tensors: StripTensors,
+    piece: Piece,
+    scoring: Scoring,
+    work: Workspace,
+    given: BackwardInputs,
+    sums: GradientSums,
 ) -> None:
     """Adds a strip's share of the gradients to `sums`."""
-    q = _by_row(rows.q_NRLD, piece)
-    n, r = rows.q_NRLD.shape[:2]
-    k, v = keys_of(rows.k_NLD, piece, 1), keys_of(rows.v_NLD, piece, 1)
+    q = _by_row(tensors.q_NRLD, piece)
+    n, r = tensors.q_NRLD.shape[:2]
+    k, v = keys_of(tensors.k_NLD, piece, 1), keys_of(tensors.v_NLD, piece, 1)
     grad_out = _by_row(given.grad_out_NRLD, piece)
     minus_lse = _by_row(given.minus_lse_NRL, piece).unsqueeze(-1)
     minus_delta = _by_row(given.minus_delta_NRL, piece).unsqueeze(-1)
@@ -101,7 +222,7 @@ def strip_backward(
         # They may be needed to differentiate the score function at them.
         tile = scores.view(n, r, piece.rows, piece.keys).requires_grad_()
         with torch.enable_grad():
-            modified = _modified(rows, piece, scoring, mod, tile)
+            modified = _modified(tensors, piece, scoring, mod, tile)
         torch.mul(modified.detach(), LOG2_E, out=weights.view(tile.shape))
         _forbid_modified(weights, piece)
         weights.add_(minus_lse)
@@ -116,10 +237,10 @@ def strip_backward(
     _add_product(keys_of(sums.k_NLD, piece, 1), grad_scores.transpose(1, 2), q, scale, work)
     target = rows_of(sums.q_NRLD, piece)
     if r == 1 and work.in_place:
-        target.squeeze(1).baddbmm_(grad_scores, k, beta=0 if piece.fresh else 1, alpha=scale)
+        target.squeeze(1).baddbmm_(grad_scores, k, beta=0 if piece.first_write else 1, alpha=scale)
         return
     grad_q = work.product(*q.shape).baddbmm_(grad_scores, k, beta=0, alpha=scale)
-    if piece.fresh:
+    if piece.first_write:
         target.copy_(grad_q.view(target.shape))
     else:
         target.add_(grad_q.view(target.shape))
@@ -138,15 +259,17 @@ def _by_row(x: Tensor, piece: Piece) -> Tensor:
     return rows_of(x, piece).flatten(1, 2)
 
 
-def _modified(rows: Rows, piece: Piece, scoring: Scoring, mod: ScoreMod, tile: Tensor) -> Tensor:
-    assert rows.b_N is not None
-    assert rows.h_NR is not None
+def _modified(
+    tensors: StripTensors, piece: Piece, scoring: Scoring, mod: ScoreMod, tile: Tensor
+) -> Tensor:
+    assert tensors.b_N is not None
+    assert tensors.h_NR is not None
     assert scoring.q_positions is not None
     assert scoring.kv_positions is not None
     return mod.apply(
         tile,
-        rows.b_N,
-        rows.h_NR,
+        tensors.b_N,
+        tensors.h_NR,
         rows_of(scoring.q_positions, piece, 0),
         keys_of(scoring.kv_positions, piece, 0),
     )
@@ -157,11 +280,24 @@ def _forbid(scores: Tensor, piece: Piece) -> None:
     if piece.forbidden:
         tile = scores.view(-1, piece.rows, piece.keys)
         for edge in piece.forbidden:
-            tile.narrow(2, edge.c0, edge.c1 - edge.c0).add_(edge.bias(scores.dtype, scores.device))
+            tile.narrow(2, edge.c0, edge.c1 - edge.c0).add_(
+                _bias(edge, scores.dtype, scores.device)
+            )
+
+
+def _bias(edge: Forbidden, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What to add to the scores: -inf where the pair may not attend, else 0; made once."""
+    found = edge.biases.get((dtype, device))
+    if found is None:
+        zeros = torch.zeros(edge.pairs.shape, dtype=dtype)
+        found = zeros.masked_fill_(edge.pairs, -torch.inf).to(device)
+        if type(found) is Tensor:  # nothing that a FakeTensorMode made outlives it
+            edge.biases[dtype, device] = found
+    return found
 
 
 def _forbid_modified(scores: Tensor, piece: Piece) -> None:
-    """Likewise, where a score function may have made a forbidden score infinite or NaN."""
+    """Fills forbidden scores with -inf: a score function may have made them infinite or NaN."""
     if piece.forbidden:
         tile = scores.view(-1, piece.rows, piece.keys)
         for edge in piece.forbidden:

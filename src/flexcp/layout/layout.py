@@ -18,9 +18,9 @@ from flexcp.layout.row_sets import RowSets, expand, row_sets
 class Layout:
     """Runs of tokens per rank, in the order in which the rank stores them.
 
-    Any length, any number of ranks, ranks without tokens included. One lane is one assignment of
-    all positions; a layout has one lane for the whole batch, or one for each batch element, and
-    then every rank has as many tokens in each of them.
+    Any length, any number of ranks, ranks without tokens included. A layout is one
+    assignment of positions to ranks for the whole batch, or one for each batch element; then every
+    rank has as many tokens of each of them. A row is a token of one batch element.
 
     >>> layout = Layout.of_runs([[(0, 2), (6, 8)], [(2, 6)]])
     >>> layout.positions(0)
@@ -38,14 +38,14 @@ class Layout:
     """Tokens of the whole sequence."""
     ranks: int
     """How many ranks there are, with or without tokens."""
-    lanes: int
-    """1, or the number of batch elements."""
+    batch_elements: int
+    """How many batch elements have an assignment of their own: 1 if all share one, else all."""
     rank: Tensor
     """int64 [N] Owner of each run, never falling."""
     start: Tensor
-    """int64 [N] First row of each run: lane * seq_len + position."""
+    """int64 [N] First row of each run: element * seq_len + position."""
     stop: Tensor
-    """int64 [N] Row after the last of each run; a run stays within its lane."""
+    """int64 [N] Row after the last of each run; a run stays within its batch element."""
 
     def __post_init__(self) -> None:
         _require_partition(self)
@@ -66,34 +66,41 @@ class Layout:
 
     @classmethod
     def of_positions(cls, positions: Sequence[Tensor], *, name: str = "custom") -> Layout:
-        """From int64 [L] positions for each rank, or [B, L] for one lane per batch element."""
-        lanes = max((p.shape[0] for p in positions if p.dim() == 2), default=1)
-        rows = [_flat_rows(p, lanes, sum(q.shape[-1] for q in positions)) for p in positions]
+        """From int64 [L] positions for each rank, or [B, L] where batch elements differ."""
+        batch_elements = max((p.shape[0] for p in positions if p.dim() == 2), default=1)
+        rows = [
+            _flat_rows(p, batch_elements, sum(q.shape[-1] for q in positions)) for p in positions
+        ]
         return cls.of_rows(
-            rows, seq_len=sum(p.shape[-1] for p in positions), lanes=lanes, name=name
+            rows,
+            seq_len=sum(p.shape[-1] for p in positions),
+            batch_elements=batch_elements,
+            name=name,
         )
 
     @classmethod
     def of_rows(
-        cls, rows: Sequence[Tensor], *, seq_len: int, lanes: int = 1, name: str = "custom"
+        cls, rows: Sequence[Tensor], *, seq_len: int, batch_elements: int = 1, name: str = "custom"
     ) -> Layout:
-        """From int64 [lanes * L] rows for each rank, lane after lane."""
+        """From int64 [batch_elements * L] rows for each rank, element after element."""
         row = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
         owner = torch.repeat_interleave(
             torch.arange(len(rows)), torch.tensor([r.numel() for r in rows], dtype=torch.int64)
         )
         if row.numel() == 0:
-            return cls(name, seq_len, len(rows), lanes, owner, row, row)
-        lane = torch.div(row, max(seq_len, 1), rounding_mode="floor")
+            return cls(name, seq_len, len(rows), batch_elements, owner, row, row)
+        element = torch.div(row, max(seq_len, 1), rounding_mode="floor")
         opens = torch.ones_like(row, dtype=torch.bool)
-        opens[1:] = (row.diff() != 1) | (owner.diff() != 0) | (lane.diff() != 0)
+        opens[1:] = (row.diff() != 1) | (owner.diff() != 0) | (element.diff() != 0)
         closes = torch.ones_like(opens)
         closes[:-1] = opens[1:]
-        return cls(name, seq_len, len(rows), lanes, owner[opens], row[opens], row[closes] + 1)
+        return cls(
+            name, seq_len, len(rows), batch_elements, owner[opens], row[opens], row[closes] + 1
+        )
 
     @classmethod
-    def stacked(cls, lanes: Sequence[Layout], *, name: str | None = None) -> Layout:
-        """One lane per batch element, from a layout for each.
+    def stacked(cls, layouts: Sequence[Layout], *, name: str | None = None) -> Layout:
+        """A layout in which every batch element has its own, from a layout for each.
 
         >>> a = Layout.of_runs([[(0, 2)], [(2, 4)]])
         >>> b = Layout.of_runs([[(2, 4)], [(0, 2)]])
@@ -101,25 +108,28 @@ class Layout:
         tensor([[0, 1],
                 [2, 3]])
         """
-        if not lanes:
+        if not layouts:
             raise FlexCPError("a layout for each batch element", "none", "pass at least one layout")
-        first = lanes[0]
-        if any((x.seq_len, x.ranks, x.lanes) != (first.seq_len, first.ranks, 1) for x in lanes):
+        first = layouts[0]
+        if any(
+            (x.seq_len, x.ranks, x.batch_elements) != (first.seq_len, first.ranks, 1)
+            for x in layouts
+        ):
             raise FlexCPError(
-                "layouts of one lane with the same length and ranks",
-                ", ".join(f"{x.seq_len} tokens on {x.ranks} ranks" for x in lanes),
+                "layouts of one batch element with the same length and ranks",
+                ", ".join(f"{x.seq_len} tokens on {x.ranks} ranks" for x in layouts),
                 "make one layout per batch element with the same seq_len and ranks",
             )
-        rank = torch.cat([x.rank for x in lanes])
+        rank = torch.cat([x.rank for x in layouts])
         order = torch.argsort(rank, stable=True)
-        offsets = [b * first.seq_len for b in range(len(lanes))]
-        start = torch.cat([x.start + o for x, o in zip(lanes, offsets, strict=True)])
-        stop = torch.cat([x.stop + o for x, o in zip(lanes, offsets, strict=True)])
+        offsets = [b * first.seq_len for b in range(len(layouts))]
+        start = torch.cat([x.start + o for x, o in zip(layouts, offsets, strict=True)])
+        stop = torch.cat([x.stop + o for x, o in zip(layouts, offsets, strict=True)])
         return cls(
             name or first.name,
             first.seq_len,
             first.ranks,
-            len(lanes),
+            len(layouts),
             rank[order],
             start[order],
             stop[order],
@@ -127,14 +137,14 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Rows of all lanes together."""
-        return self.seq_len * self.lanes
+        """Rows: tokens, times the batch elements that have a layout of their own."""
+        return self.seq_len * self.batch_elements
 
     @cached_property
     def counts(self) -> Tensor:
-        """int64 [ranks] Tokens of each rank, in each lane."""
+        """int64 [ranks] Tokens of each rank, in each batch element."""
         found = torch.zeros(self.ranks, dtype=torch.int64)
-        return found.index_add_(0, self.rank, self.stop - self.start) // self.lanes
+        return found.index_add_(0, self.rank, self.stop - self.start) // self.batch_elements
 
     @cached_property
     def owned(self) -> RowSets:
@@ -148,14 +158,14 @@ class Layout:
         return start, self.stop[order], self.rank[order]
 
     def positions(self, rank: int) -> Tensor:
-        """int64 [L] Global positions of a rank's tokens in their order; [B, L] with lanes."""
+        """int64 [L] Global positions of a rank's tokens; [B, L] if batch elements differ."""
         rows = self.rows_of(rank)
-        if self.lanes == 1:
+        if self.batch_elements == 1:
             return rows
-        return rows.view(self.lanes, -1) % self.seq_len
+        return rows.view(self.batch_elements, -1) % self.seq_len
 
     def rows_of(self, rank: int) -> Tensor:
-        """int64 [lanes * L] Rows of a rank in their order, lane after lane."""
+        """int64 [batch_elements * L] Rows of a rank in their order, element after element."""
         if not 0 <= rank < self.ranks:
             raise FlexCPError(
                 f"a rank between 0 and {self.ranks - 1}", str(rank), "see layout.ranks"
@@ -167,7 +177,7 @@ class Layout:
 
     @property
     def order(self) -> Tensor:
-        """int64 [S] The positions of rank 0, then those of rank 1, and so on; [B, S] with lanes."""
+        """int64 [S] Positions of rank 0, of rank 1, and so on; [B, S] if batch elements differ."""
         return torch.cat([self.positions(r) for r in range(self.ranks)], dim=-1)
 
     @cached_property
@@ -180,23 +190,23 @@ class Layout:
         """A rank's rows of a full tensor; differentiable."""
         dim = _require_dim(x, dim, self.seq_len, "the layout's sequence length")
         index = self.positions(rank).to(x.device)
-        if self.lanes == 1:
+        if self.batch_elements == 1:
             return x.index_select(dim, index)
-        return _by_lane(x, dim, index, self._require_batch_dim(x, dim, batch_dim))
+        return _by_element(x, dim, index, self._require_batch_dim(x, dim, batch_dim))
 
     def unshard(self, parts: Sequence[Tensor], dim: int, *, batch_dim: int = 0) -> Tensor:
         """The full tensor from the parts of all ranks, in order of rank; differentiable."""
         self._require_parts(parts, dim)
         whole = torch.cat(list(parts), dim=dim)
         dim = dim % whole.dim()
-        if self.lanes == 1:
+        if self.batch_elements == 1:
             return whole.index_select(dim, self.restore_index.to(whole.device))
         batch_dim = self._require_batch_dim(whole, dim, batch_dim)
         order = self.order
         index = torch.empty_like(order).scatter_(
             1, order, torch.arange(self.seq_len).expand_as(order)
         )
-        return _by_lane(whole, dim, index.to(whole.device), batch_dim)
+        return _by_element(whole, dim, index.to(whole.device), batch_dim)
 
     restore = unshard
     """Another name of `unshard`."""
@@ -223,10 +233,10 @@ class Layout:
 
     def _require_batch_dim(self, x: Tensor, dim: int, batch_dim: int) -> int:
         batch_dim = batch_dim % x.dim()
-        if batch_dim == dim or x.shape[batch_dim] != self.lanes:
+        if batch_dim == dim or x.shape[batch_dim] != self.batch_elements:
             raise FlexCPError(
-                f"a tensor with {self.lanes} batch elements along dim {batch_dim}, since the "
-                "layout differs between them",
+                f"a tensor with {self.batch_elements} batch elements along dim {batch_dim}, since "
+                "the layout differs between them",
                 f"shape {tuple(x.shape)} to be sharded along dim {dim}",
                 "pass the whole batch, and batch_dim if it is not the first dimension",
             )
@@ -234,7 +244,7 @@ class Layout:
 
     def fingerprint(self) -> str:
         """A short text that is equal for equal layouts."""
-        text = repr((self.seq_len, self.ranks, self.lanes)).encode()
+        text = repr((self.seq_len, self.ranks, self.batch_elements)).encode()
         table = torch.stack([self.rank, self.start, self.stop]).reshape(-1).tolist()
         return hashlib.sha256(text + repr(table).encode()).hexdigest()[:16]
 
@@ -248,25 +258,25 @@ class Layout:
         counts = self.counts
         least, most = int(counts.min()), int(counts.max())
         sizes = str(most) if least == most else f"{least} to {most}"
-        lanes = f", {self.lanes} lanes" if self.lanes > 1 else ""
+        elements = f", {self.batch_elements} batch elements" if self.batch_elements > 1 else ""
         return (
-            f"Layout({self.name}: {self.seq_len} tokens on {self.ranks} ranks{lanes}, "
+            f"Layout({self.name}: {self.seq_len} tokens on {self.ranks} ranks{elements}, "
             f"{sizes} each, {self.rank.numel()} runs)"
         )
 
 
-def _flat_rows(positions: Tensor, lanes: int, seq_len: int) -> Tensor:
+def _flat_rows(positions: Tensor, batch_elements: int, seq_len: int) -> Tensor:
     positions = positions.to(torch.int64)
     if positions.dim() == 1:
-        positions = positions.expand(lanes, -1)
-    return (positions + torch.arange(lanes)[:, None] * seq_len).reshape(-1)
+        positions = positions.expand(batch_elements, -1)
+    return (positions + torch.arange(batch_elements)[:, None] * seq_len).reshape(-1)
 
 
-def _by_lane(x: Tensor, dim: int, index: Tensor, batch_dim: int) -> Tensor:
+def _by_element(x: Tensor, dim: int, index: Tensor, batch_dim: int) -> Tensor:
     """X with its own choice along `dim` for each batch element; index is [B, L]."""
     moved = x.movedim((batch_dim, dim), (0, 1))
-    lane = torch.arange(index.shape[0], device=x.device)[:, None]
-    return moved[lane, index].movedim((0, 1), (batch_dim, dim))
+    element = torch.arange(index.shape[0], device=x.device)[:, None]
+    return moved[element, index].movedim((0, 1), (batch_dim, dim))
 
 
 def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
@@ -280,10 +290,10 @@ def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
 
 
 def _require_partition(layout: Layout) -> None:
-    if layout.ranks < 1 or layout.lanes < 1:
+    if layout.ranks < 1 or layout.batch_elements < 1:
         raise FlexCPError(
-            "a layout for at least 1 rank, with at least 1 lane",
-            f"{layout.ranks} ranks, {layout.lanes} lanes",
+            "a layout for at least 1 rank, with at least 1 batch element",
+            f"{layout.ranks} ranks, {layout.batch_elements} batch elements",
             "pass a world size of 1 or more, and one layout for each batch element",
         )
     start, order = torch.sort(layout.start)
@@ -312,14 +322,16 @@ def _require_partition(layout: Layout) -> None:
             f"owners {layout.rank.tolist()}" if layout.rank.numel() < 64 else "others",
             "make the layout with Layout.of_runs or Layout.of_positions, which sort them",
         )
-    if layout.lanes > 1:
-        lane = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
-        sizes = torch.zeros(layout.ranks * layout.lanes, dtype=torch.int64)
-        sizes.index_add_(0, layout.rank * layout.lanes + lane, layout.stop - layout.start)
-        per_lane = sizes.view(layout.ranks, layout.lanes)
-        if bool((per_lane != per_lane[:, :1]).any()):
+    if layout.batch_elements > 1:
+        element = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
+        sizes = torch.zeros(layout.ranks * layout.batch_elements, dtype=torch.int64)
+        sizes.index_add_(
+            0, layout.rank * layout.batch_elements + element, layout.stop - layout.start
+        )
+        per_element = sizes.view(layout.ranks, layout.batch_elements)
+        if bool((per_element != per_element[:, :1]).any()):
             raise FlexCPError(
                 "as many tokens of each batch element on a rank",
-                f"{per_lane.tolist()}" if per_lane.numel() < 64 else "different counts",
+                f"{per_element.tolist()}" if per_element.numel() < 64 else "different counts",
                 "let the ranks' token counts be the same for every batch element",
             )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.analysis.axis import Axis
+from flexcp.grid.analysis.indexing import in_parts
 from flexcp.grid.analysis.measured import measure_mask, run_mask
-from flexcp.grid.analysis.pick import in_parts
 from flexcp.grid.rows import runs_of_rows
 from flexcp.layout.layout import Layout
 from flexcp.layout.row_sets import RowSets, cut, expand, row_sets, without
@@ -33,10 +33,14 @@ def rows_needed(grids: Sequence[BlockGrid], layout: Layout) -> RowSets:
     """
     found = [layout.owned]
     for grid in grids:
-        for lane in range(layout.lanes):
-            chosen = grid.planes.of if layout.lanes == 1 else grid.planes.of[lane : lane + 1]
+        for element in range(layout.batch_elements):
+            chosen = (
+                grid.planes.of
+                if layout.batch_elements == 1
+                else grid.planes.of[element : element + 1]
+            )
             for plane in torch.unique(chosen).tolist():
-                found.append(_of_plane(grid, plane, lane, layout, _joined(found)))
+                found.append(_of_plane(grid, plane, element, layout, _joined(found)))
     return without(_joined(found), layout.owned)
 
 
@@ -74,14 +78,14 @@ class Pieces:
     first: Tensor
     """First row, counted from the block's first."""
     last: Tensor
-    """Row after the last, likewise."""
+    """Row after the last, counted from the block's first."""
 
     @classmethod
-    def of(cls, layout: Layout, lane: int, block: int) -> Pieces:
-        """All runs of a lane, cut into blocks, in order of position."""
-        inside = torch.div(layout.start, max(layout.seq_len, 1), rounding_mode="floor") == lane
-        start = layout.start[inside] - lane * layout.seq_len
-        stop = layout.stop[inside] - lane * layout.seq_len
+    def of(cls, layout: Layout, element: int, block: int) -> Pieces:
+        """All runs of a batch element, cut into blocks, in order of position."""
+        inside = torch.div(layout.start, max(layout.seq_len, 1), rounding_mode="floor") == element
+        start = layout.start[inside] - element * layout.seq_len
+        stop = layout.stop[inside] - element * layout.seq_len
         edges = torch.arange(0, layout.seq_len, block)
         which, piece, begin, end = cut(start, stop, edges, edges + block)
         order = torch.argsort(begin)
@@ -89,12 +93,12 @@ class Pieces:
         return cls(layout.rank[inside][which], piece, begin - edges[piece], end - edges[piece])
 
 
-def _of_plane(grid: BlockGrid, plane: int, lane: int, layout: Layout, known: RowSets) -> RowSets:
+def _of_plane(grid: BlockGrid, plane: int, element: int, layout: Layout, known: RowSets) -> RowSets:
     """Rows that the queries see in one plane; what is `known` need not be found again."""
     runs, size = grid.runs[plane], grid.block_size[1]
-    pieces = Pieces.of(layout, lane, grid.block_size[0])
+    pieces = Pieces.of(layout, element, grid.block_size[0])
     at, run = runs_of_rows(runs, pieces.block)
-    offset = lane * layout.seq_len
+    offset = element * layout.seq_len
     full = runs.kind[run] == BlockKind.FULL
     whole = row_sets(
         pieces.rank[at[full]],
@@ -156,7 +160,7 @@ def _decided(
 def _decided_by_key(
     grid: BlockGrid, plane: int, offset: int, tiles: _Tiles, found: RowSets
 ) -> tuple[_Tiles, RowSets]:
-    """The same for each single key of the tiles that are still open."""
+    """What the pieces surely see or surely don't of each single key of the tiles still open."""
     if len(tiles) == 0:
         return tiles, found
     used, place = torch.unique(tiles.piece, return_inverse=True)

@@ -1,7 +1,7 @@
 """Sets of rows as sorted stretches, for many ranks at once.
 
-A row is a token of one lane: `lane * seq_len + position`. With one layout for the whole batch there
-is one lane, and a row is a position.
+A row is a token of one batch element: `element * seq_len + position`. Where all batch elements
+share one layout, a row is a position.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def row_sets(rank: Tensor, start: Tensor, stop: Tensor) -> RowSets:
     wide = int(stop.max()) + 1
     key, order = torch.sort(rank * wide + start)
     last = (rank * wide + stop)[order]
-    reach = torch.cummax(last, dim=0).values
+    covered = torch.cummax(last, dim=0).values
     opens = torch.ones_like(key, dtype=torch.bool)
-    opens[1:] = key[1:] > reach[:-1]
+    opens[1:] = key[1:] > covered[:-1]
     begin = key[opens]
     closes = torch.ones_like(opens)
     closes[:-1] = opens[1:]
-    end = reach[closes]
+    end = covered[closes]
     rank = torch.div(begin, wide, rounding_mode="floor")
     return RowSets(rank, begin - rank * wide, end - rank * wide)
 

@@ -105,9 +105,9 @@ def per_document_head_tail(
     start, stop, rank = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1), owner.reshape(-1)
     rows = torch.repeat_interleave(rank, stop - start)
     if counts is None:
-        return levelled("per_document", rows, even_edges(total, ranks).diff().tolist())
+        return with_token_counts("per_document", rows, even_edges(total, ranks).diff().tolist())
     cost = torch.arange(total) - torch.repeat_interleave(first, size)  # under a causal mask
-    return levelled("per_document", rows, counts, cost=cost)
+    return with_token_counts("per_document", rows, counts, cost=cost)
 
 
 def ptrr(
@@ -127,8 +127,9 @@ def ptrr(
         seq_len: Tokens of the whole sequence.
         ranks: How many ranks there are.
         block_size: Rows of a block.
-        exact_counts: Token counts depend on nothing but length and ranks, as several lanes of one
-            layout need it: a last block that is not whole is dealt out last, whatever its work.
+        exact_counts: Token counts depend on nothing but length and ranks, as they must where batch
+            elements have layouts of their own: a last block that is not whole is dealt out last,
+            whatever its work.
 
     >>> ptrr(torch.tensor([1, 2, 3, 4]), 8, 2, block_size=2).positions(0)
     tensor([0, 1, 6, 7])
@@ -221,7 +222,7 @@ def of_owners(name: str, ranks: int, owner: Tensor) -> Layout:
     return Layout.of_rows(order.split(sizes), seq_len=owner.numel(), name=name)
 
 
-def levelled(
+def with_token_counts(
     name: str, owner: Tensor, counts: Sequence[int], *, cost: Tensor | None = None
 ) -> Layout:
     """The layout of owners, after moving single tokens so that each rank has its count.
@@ -232,7 +233,7 @@ def levelled(
         counts: Tokens that each rank is to have.
         cost: [S] Work of each token: a rank parts with the cheapest; by default, with its last.
 
-    >>> levelled("uneven", torch.tensor([0, 0, 0, 1]), [2, 2]).positions(1)
+    >>> with_token_counts("uneven", torch.tensor([0, 0, 0, 1]), [2, 2]).positions(1)
     tensor([2, 3])
     """
     have, target = torch.bincount(owner, minlength=len(counts)), torch.tensor(list(counts))

@@ -17,23 +17,26 @@ from flexcp.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Exact areas of one lane: allowed pairs of blocks of rows, summed over what shares the lane.
+    """Exact areas: allowed pairs of blocks of rows, over all that one assignment of tokens is for.
 
-    A grid that differs between batch elements counts once for each element of the lane.
+    That is one batch element, or all of them: then a grid that differs between them counts once for
+    each.
     """
 
     grids: tuple[BlockGrid, ...]
     """The masks of the plan; all with the same blocks."""
     weights: tuple[Tensor, ...]
-    """int64 [planes] per grid: how many batch elements and heads of the lane have each plane."""
+    """int64 [planes] per grid: how many of these batch elements and heads have each plane."""
 
     @classmethod
     def of(
-        cls, grids: Sequence[BlockGrid], lane: int | None = None, heads: range | None = None
+        cls, grids: Sequence[BlockGrid], element: int | None = None, heads: range | None = None
     ) -> Work:
         """The work of one batch element or of all together; of some heads or of all."""
         _require_alike(grids)
-        chosen = [g.planes.of if lane is None else g.planes.of[lane : lane + 1] for g in grids]
+        chosen = [
+            g.planes.of if element is None else g.planes.of[element : element + 1] for g in grids
+        ]
         if heads is not None:
             chosen = [of[:, heads.start : heads.stop] for of in chosen]
         weights = tuple(
@@ -44,13 +47,13 @@ class Work:
 
     @property
     def planes(self) -> Iterator[tuple[BlockGrid, list[int]]]:
-        """Every grid, with those of its planes that the lane has."""
+        """Every grid, with those of its planes that are counted."""
         for grid, weight in zip(self.grids, self.weights, strict=True):
             yield grid, torch.nonzero(weight).squeeze(1).tolist()
 
     @property
     def seq_len(self) -> int:
-        """Tokens."""
+        """How many tokens the sequence has."""
         return self.grids[0].q_len
 
     @property
@@ -112,14 +115,14 @@ def area_per_rank(
 ) -> Tensor:
     """int64 [ranks] Allowed pairs of each rank's rows, over all masks, batch elements and heads."""
     areas = torch.zeros(layout.ranks, dtype=torch.int64)
-    if layout.lanes == 1:
+    if layout.batch_elements == 1:
         areas.index_add_(
             0, layout.rank, Work.of(grids, None, heads).of_stretches(layout.start, layout.stop)
         )
         return areas
-    lane = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
-    for b in range(layout.lanes):
-        at = lane == b
+    element = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
+    for b in range(layout.batch_elements):
+        at = element == b
         start, stop = layout.start[at] - b * layout.seq_len, layout.stop[at] - b * layout.seq_len
         areas.index_add_(0, layout.rank[at], Work.of(grids, b, heads).of_stretches(start, stop))
     return areas

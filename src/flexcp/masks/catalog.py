@@ -1,4 +1,8 @@
-"""The catalogue of masks that models use, each a one-line function of global positions."""
+"""The catalogue of masks that models use, each a one-line function of global positions.
+
+Masks made alike are equal (`==`). They copy the tensors that they are given, as int64: what happens
+to the original does not change a mask, and ids of any integer type give equal masks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flexcp.eager import tensors_to_keep
 from flexcp.errors import FlexCPError, whole_number
-from flexcp.masks.mask import Mask
+from flexcp.masks.mask import Mask, made_by
 
 
 def full() -> Mask:
@@ -21,7 +26,7 @@ def full() -> Mask:
     def everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx == q_idx) & (kv_idx == kv_idx)
 
-    return Mask(everything, "full")
+    return made_by(full, mask_mod=everything, name="full")
 
 
 def causal() -> Mask:
@@ -34,7 +39,7 @@ def causal() -> Mask:
     def not_later(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
 
-    return Mask(not_later, "causal")
+    return made_by(causal, mask_mod=not_later, name="causal")
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
@@ -49,7 +54,8 @@ def sliding_window(left: int, right: int = 0) -> Mask:
     def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
-    return Mask(within, f"sliding_window({left}, {right})")
+    name = f"sliding_window({left}, {right})"
+    return made_by(sliding_window, left, right, mask_mod=within, name=name)
 
 
 def prefix_lm(length: int | Tensor) -> Mask:
@@ -61,12 +67,13 @@ def prefix_lm(length: int | Tensor) -> Mask:
     Mask(prefix_lm([2 lengths]))
     """
     if isinstance(length, Tensor):
-        lengths = _require_integers("prefix lengths", length, dims=(1,))
+        lengths = _own_copy(_require_integers("prefix lengths", length, dims=(1,)))
 
         def per_element(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return (q_idx >= kv_idx) | (kv_idx < lengths[b])
 
-        return Mask(per_element, f"prefix_lm([{length.numel()} lengths])")
+        name = f"prefix_lm([{lengths.numel()} lengths])"
+        return made_by(prefix_lm, lengths, mask_mod=per_element, name=name)
     count = whole_number(
         "length",
         length,
@@ -77,13 +84,14 @@ def prefix_lm(length: int | Tensor) -> Mask:
     def same_for_all(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) | (kv_idx < count)
 
-    return Mask(same_for_all, f"prefix_lm({count})")
+    return made_by(prefix_lm, count, mask_mod=same_for_all, name=f"prefix_lm({count})")
 
 
 def document(
     ids: Tensor | None = None,
     *,
     lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Mask:
     """Query and key must belong to the same document.
 
@@ -91,22 +99,37 @@ def document(
         ids: Integers [S], or [B, S] for other documents in each batch element; equal ids are the
             same document, in any order.
         lengths: Instead of ids: the documents' lengths in order, one list or one per batch element.
+        cu_seqlens: Instead of ids: integers [documents + 1], where each document starts and where
+            the last one ends, from 0 to the length of the sequence.
 
     >>> document(torch.tensor([0, 0, 1, 1, 1]))
     Mask(document)
     >>> document(lengths=[2, 3]) & causal()
     Mask(document & causal)
+    >>> document(cu_seqlens=[0, 2, 5]) == document(lengths=[2, 3])
+    True
     """
+    if cu_seqlens is not None and (ids is not None or lengths is not None):
+        raise FlexCPError(
+            "cu_seqlens alone",
+            f"cu_seqlens and {'lengths' if ids is None else 'ids'}",
+            "call document(cu_seqlens=...), document(ids) or document(lengths=[...])",
+        )
+    if cu_seqlens is not None:
+        with tensors_to_keep():
+            lengths = _lengths_from_cu_seqlens(cu_seqlens)
     if (ids is None) == (lengths is None):
         raise FlexCPError(
             "either document ids or lengths",
             "both" if ids is not None else "neither",
-            "call document(ids) or document(lengths=[...])",
+            "call document(ids), document(lengths=[...]) or document(cu_seqlens=...)",
         )
     if ids is None:
         assert lengths is not None
-        ids = ids_from_lengths(lengths)
-    known = _require_integers("document ids", ids, dims=(1, 2))
+        known = ids_from_lengths(lengths)
+    else:
+        fix = "pass one integer per token, [S] or [B, S]"
+        known = _own_copy(_require_integers("document ids", ids, dims=(1, 2), fix=fix))
 
     if known.dim() == 1:
 
@@ -117,7 +140,7 @@ def document(
         def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return known[b, q_idx] == known[b, kv_idx]
 
-    return Mask(same_document, "document")
+    return made_by(document, known, mask_mod=same_document, name="document")
 
 
 def chunked(size: int) -> Mask:
@@ -131,7 +154,7 @@ def chunked(size: int) -> Mask:
     def same_chunk(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx // size == kv_idx // size
 
-    return Mask(same_chunk, f"chunked({size})")
+    return made_by(chunked, size, mask_mod=same_chunk, name=f"chunked({size})")
 
 
 def block_causal(size: int) -> Mask:
@@ -145,7 +168,7 @@ def block_causal(size: int) -> Mask:
     def no_later_chunk(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx // size >= kv_idx // size
 
-    return Mask(no_later_chunk, f"block_causal({size})")
+    return made_by(block_causal, size, mask_mod=no_later_chunk, name=f"block_causal({size})")
 
 
 def global_tokens(count: int) -> Mask:
@@ -159,7 +182,7 @@ def global_tokens(count: int) -> Mask:
     def touches_global(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx < count) | (kv_idx < count)
 
-    return Mask(touches_global, f"global_tokens({count})")
+    return made_by(global_tokens, count, mask_mod=touches_global, name=f"global_tokens({count})")
 
 
 def shared_prefix(prefix: int, lengths: Sequence[int]) -> Mask:
@@ -169,12 +192,20 @@ def shared_prefix(prefix: int, lengths: Sequence[int]) -> Mask:
     Mask(shared_prefix(1000, [3 branches]))
     """
     prefix = _require_count("prefix", prefix, minimum=0)
-    branch = ids_from_lengths([prefix, *lengths])
+    with tensors_to_keep():
+        counts = _require_integers("document lengths", [prefix, *lengths], dims=(1,)).tolist()
+    branch = ids_from_lengths(counts)
 
     def own_branch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & ((kv_idx < prefix) | (branch[q_idx] == branch[kv_idx]))
 
-    return Mask(own_branch, f"shared_prefix({prefix}, [{len(lengths)} branches])")
+    name = f"shared_prefix({prefix}, [{len(lengths)} branches])"
+    return made_by(_shared_prefix, *counts, mask_mod=own_branch, name=name)
+
+
+def _shared_prefix(prefix: int, *lengths: int) -> Mask:
+    """`shared_prefix` with its lengths as arguments, each of them a part of the mask's value."""
+    return shared_prefix(prefix, lengths)
 
 
 def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
@@ -186,8 +217,13 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
     tensor([[0, 0, 1],
             [0, 1, 1]])
     """
+    with tensors_to_keep():
+        return _ids_from_lengths(lengths)
+
+
+def _ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
     if isinstance(lengths, (list, tuple)) and lengths and isinstance(lengths[0], (list, tuple)):
-        rows = [ids_from_lengths(row) for row in lengths]
+        rows = [_ids_from_lengths(row) for row in lengths]
         sizes = {row.numel() for row in rows}
         if len(sizes) > 1:
             raise FlexCPError(
@@ -197,10 +233,10 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
             )
         return torch.stack(rows)
     if isinstance(lengths, (list, tuple)) and not lengths:
-        lengths = torch.zeros(0, dtype=torch.int64)
+        lengths = torch.zeros(0, dtype=torch.int64, device="cpu")
     counts = _require_integers("document lengths", lengths, dims=(1, 2))
     if counts.dim() == 2:
-        return ids_from_lengths([row.tolist() for row in counts])
+        return _ids_from_lengths([row.tolist() for row in counts])
     if counts.numel() == 0 or int(counts.min()) < 0:
         raise FlexCPError(
             "at least one document length, none negative",
@@ -210,15 +246,37 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
     return torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
 
 
+def _lengths_from_cu_seqlens(cu_seqlens: Sequence[int] | Tensor) -> Tensor:
+    ends = _require_integers("cu_seqlens", cu_seqlens, dims=(1,))
+    ascends = ends.numel() >= 2 and int(ends[0]) == 0 and bool((ends.diff() >= 0).all())
+    if not ascends:
+        raise FlexCPError(
+            "cu_seqlens that start at 0 and do not fall, with one entry more than documents",
+            str(ends.tolist())
+            if ends.numel() < 20
+            else f"{ends.numel()} entries from {int(ends[0])} to {int(ends[-1])}",
+            "pass where each document starts, and then the length of the sequence",
+        )
+    return ends.to(torch.int64).diff()
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """int64 The same numbers in memory that only the mask knows of."""
+    with tensors_to_keep():
+        return tensor.detach().to(torch.int64, copy=True)
+
+
 def _require_count(name: str, value: object, *, minimum: int) -> int:
     return whole_number(name, value, at_least=minimum, fix=f"pass {name} as a number of tokens")
 
 
-def _require_integers(what: str, given: object, *, dims: tuple[int, ...]) -> Tensor:
+def _require_integers(
+    what: str, given: object, *, dims: tuple[int, ...], fix: str = "pass integers"
+) -> Tensor:
+    """The numbers as a tensor; those that were in no tensor are on the CPU."""
     shapes = " or ".join(f"{d}-D" for d in dims)
-    fix = "pass one integer per token, [S] or [B, S]" if "ids" in what else "pass integers"
     try:
-        tensor = torch.as_tensor(given)
+        tensor = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise FlexCPError(
             f"{what} as a {shapes} tensor of integers",

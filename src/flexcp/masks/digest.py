@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from typing import Any
 
-from torch import Tensor
-
 from flexcp.masks.graph import MaskGraph, Ref
 from flexcp.masks.mask import Mask
+from flexcp.masks.recipe import tensor_bytes
 from flexcp.masks.trace import trace_mask
 
 
@@ -31,7 +29,7 @@ def mask_digest(mask: Mask) -> str:
         found.update(repr(_told(graph, index, order)).encode())
         value = graph.nodes[index].value
         if value is not None:
-            found.update(_bytes(value))
+            found.update(tensor_bytes(value))
     return found.hexdigest()
 
 
@@ -50,8 +48,3 @@ def _operands(value: Any, order: dict[int, int]) -> Any:
     if isinstance(value, (tuple, list)):
         return [_operands(item, order) for item in value]
     return value
-
-
-def _bytes(x: Tensor) -> bytes:
-    x = x.detach().contiguous()
-    return ctypes.string_at(x.data_ptr(), x.numel() * x.element_size()) if x.numel() else b""

@@ -40,7 +40,7 @@ class Node:
     args: tuple[Any, ...]
     """Operands: `Ref`s, Python scalars, lists of them."""
     kwargs: Mapping[str, Any]
-    """Keyword operands, likewise."""
+    """Keyword operands; a `Ref` stands for the result of another node."""
     value: Tensor | None
     """The captured tensor, for a constant."""
     reads: frozenset[str]
@@ -90,7 +90,7 @@ class MaskGraph:
         return self.is_pointwise_beyond((self.output,), ())
 
     def is_pointwise_beyond(self, wanted: Iterable[int], given: Container[int]) -> bool:
-        """Likewise for the steps that lead to some nodes when others are already known."""
+        """Whether the steps to some nodes, from nodes already known, act on each index alone."""
         needed = [self.nodes[index] for index in self.needed(wanted, given) if index not in given]
         return all(node.op is None or not node.reads or self._acts_alone(node) for node in needed)
 

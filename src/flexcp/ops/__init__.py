@@ -1,6 +1,11 @@
-"""A tensor's way through attention: on one device, and over a plan."""
+"""A tensor's way through attention: on one device, and over a plan.
 
-from flexcp.ops.attention import flex_attention
-from flexcp.ops.parallel import attention
+In the order in which a tensor meets them: `api` and `arguments`; `local` (with `mask_cache`), or
+`sharded` (with `agreement` and `swap`), each an `AttentionOp` as `interface` has it; `autograd`
+around either; then `executor`, with `program` and `rows`. Inside torch.compile it is `compiled`,
+or `traced` (with `fetch` and `positions`) where there is a score_mod.
+"""
+
+from flexcp.ops.api import attention, flex_attention
 
 __all__ = ["attention", "flex_attention"]

@@ -1,73 +1,74 @@
-"""What ranks compare before a call of attention, and how one that can't make it tells others."""
+"""What ranks compare before a call of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor
+import torch
 
-from flexcp.comm import Transport
-from flexcp.comm.agreement import agree
-from flexcp.eager import run_eagerly_on_cpu
+from flexcp.comm.agreement import Agreement
+from flexcp.eager import outside_of_transforms, run_eagerly_on_cpu
 from flexcp.masks.digest import mask_digest
 from flexcp.plan import Plan
 
-EXTRAS = "optional arguments"
-"""The name of one of the facts."""
+ScoreModKind = Literal["none", "eager", "traced"]
+"""How a score function is run, if there is one."""
 
 
-def facts_of(
-    plan: Plan, mask: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, extras: str
-) -> dict[str, str]:
-    """What all ranks have to do alike in a call of attention."""
-    return {
-        **_facts_of_plan(plan, mask),
-        "batch": str(q.shape[0]),
-        "query heads": str(q.shape[1]),
-        "kv heads": str(k.shape[1]),
-        "head dim": f"{q.shape[3]} and {v.shape[3]}",
-        "dtype": str(q.dtype),
-        "scale": str(scale),
-        EXTRAS: extras or "none",
-    }
+@dataclass(frozen=True)
+class CallKind:
+    """A call of attention over a plan without its tensors: what all ranks have to do alike.
 
+    Calls of one kind run the same programs. (Rows differ between ranks, and are not compared.)
+    """
 
-def agree_on_call(transport: Transport, facts: Mapping[str, str]) -> None:
-    """Raises on every rank if the ranks' calls differ, saying what differs between whom."""
-    agree(
-        transport,
-        "make the same call of attention",
-        facts,
-        "make the plan from the same mask and numbers on every rank, pass the same kind of "
-        "tensors, and need gradients on all ranks or on none",
-    )
+    mask: str | None
+    """The name of the mask, as it was given."""
+    shape: tuple[int, ...]
+    """B, H, G, D, Dv, and the rows of queries and keys."""
+    dtype: torch.dtype
+    device: torch.device
+    scale: float | None
+    """As it was given."""
+    score_mod: ScoreModKind
+    sinks: bool
+    gradients: bool
+    """Whether a backward pass will follow."""
 
-
-@contextmanager
-def refusing(plan: Plan) -> Iterator[None]:
-    """Tells the other ranks if this one can't make the call that they make."""
-    try:
-        yield
-    except Exception as error:
-        transport: Any = plan.ranks.transport if isinstance(plan, Plan) else None
-        if transport is not None:
-            with suppress(Exception):  # what went wrong here matters more
-                transport.refuse(f"{type(error).__name__}: {error}")
-        raise
-
-
-def _facts_of_plan(plan: Plan, mask: str) -> Mapping[str, str]:
-    """What is the same in every call with this plan and mask; computed once."""
-    kept: dict[str, Mapping[str, str]] = vars(plan).setdefault("_facts", {})
-    if mask not in kept:
-        kept[mask] = _tell(plan, mask)
-    return kept[mask]
+    def agreement(self, plan: Plan) -> Agreement:
+        """What ranks compare before the call."""
+        batch, heads, kv_heads, d, dv, *_ = self.shape
+        mask = plan.mask_name(self.mask)
+        with outside_of_transforms():
+            of_plan = plan.memo.kept(
+                ("facts", mask), lambda: _facts_of_plan(plan, mask), per_mask=True
+            )
+        extras = {"none": [], "eager": ["score_mod"], "traced": ["score_mod", "traced"]}
+        given = [*extras[self.score_mod], *(["sinks"] if self.sinks else [])]
+        facts = {
+            **of_plan,
+            "batch": str(batch),
+            "query heads": str(heads),
+            "kv heads": str(kv_heads),
+            "head dim": f"{d} and {dv}",
+            "dtype": str(self.dtype),
+            "scale": str(self.scale),
+            "optional arguments": ", ".join(given) or "none",
+            "gradients": "needed" if self.gradients else "not needed",
+        }
+        return Agreement(
+            "make the same call of attention",
+            facts,
+            "make the plan from the same mask and numbers on every rank, pass the same kind of "
+            "tensors, and need gradients on all ranks or on none",
+        )
 
 
 @run_eagerly_on_cpu
-def _tell(plan: Plan, mask: str) -> Mapping[str, str]:
+def _facts_of_plan(plan: Plan, mask: str) -> Mapping[str, str]:
+    """What is the same in every call with a plan and mask."""
     grid, schedule = plan.grids[mask], plan.schedules[mask]
     # Whole tiles may be alike where pairs are not, so the mask itself is compared as well.
     return {

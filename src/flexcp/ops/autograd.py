@@ -1,153 +1,94 @@
-"""The autograd boundary: one function whose backward pass computes scores again, in pieces."""
+"""THE autograd function of attention, around any `AttentionOp`: scores are computed again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
-from flexcp.kernels import flash
-from flexcp.kernels.fused import FusedOp
-from flexcp.kernels.interface import Partial
-from flexcp.kernels.merge import add_sinks, sinks_gradient
-from flexcp.kernels.prepared import Prepared
-from flexcp.kernels.reference import accumulation_dtype
-from flexcp.kernels.score import ScoreMod
+from flexcp.ops.interface import AttentionOp, OutputGradients, Saved
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """Everything about an attention call that is not a differentiable tensor."""
-
-    prepared: Prepared
-    scale: float
-    fused: FusedOp | None
-    score_mod: ScoreMod | None
-    max_scores: bool
+def differentiable(
+    op: AttentionOp, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, ...]:
+    """out, lse and the op's extras; gradients flow through the first two."""
+    found: tuple[Tensor, ...] = Attention.apply(op, q, k, v, sinks, *op.captured)  # type: ignore[no-untyped-call]
+    return found
 
 
 class Attention(torch.autograd.Function):
-    """(call, q, k, v, sinks, *captured) -> (out, lse, max_scores)."""
+    """(op, q, k, v, sinks, *captured) -> (out, lse, *extras)."""
 
     @staticmethod
     def forward(
-        call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_captured: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs the kernel and joins the sinks."""
-        result = run_forward(call, q, k, v, sinks)
-        highest = result.max_scores
-        return (
-            result.out.to(q.dtype),
-            result.lse,
-            q.new_empty(0, dtype=result.lse.dtype) if highest is None else highest,
-        )
+        op: AttentionOp, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_captured: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Runs the op; its captured tensors are inputs so that they get gradients."""
+        saved = op.forward(q, k, v, sinks)
+        return saved.out, saved.lse, *saved.extras
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keeps the inputs, out and lse; no scores."""
-        call, q, k, v, sinks, *captured = inputs
-        out, lse, highest = output
-        ctx.call = call
-        ctx.has_sinks = sinks is not None
+        """Keeps the inputs and outputs; no scores."""
+        op, q, k, v, sinks, *captured = inputs
+        ctx.op, ctx.has_sinks, ctx.outputs = op, sinks is not None, len(output)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(highest)
-        kept = (q, k, v, out, lse, *((sinks,) if ctx.has_sinks else ()), *captured)
-        ctx.save_for_backward(*kept)
+        if len(output) > 2:
+            ctx.mark_non_differentiable(*output[2:])
+        given = () if op.replaces_inputs else (q, k, v)
+        # Captured tensors are kept for torch to notice if they are changed in place.
+        ctx.save_for_backward(*output, *given, *((sinks,) if ctx.has_sinks else ()), *captured)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max: Tensor | None
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, sinks and the captured tensors."""
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        sinks = rest.pop(0) if ctx.has_sinks else None
+        tensors = ctx.saved_tensors  # once: a checkpoint gives them only once
         grads: tuple[Tensor | None, ...] = AttentionGradients.apply(  # type: ignore[no-untyped-call]
-            ctx.call, grad_out, grad_lse, q, k, v, out, lse, sinks
+            ctx.op, ctx.outputs, ctx.has_sinks, grad_out, grad_lse, *tensors
         )
         return (None, *grads)
 
 
 class AttentionGradients(torch.autograd.Function):
-    """The backward pass as a function of its own: `torch.func` hands it plain tensors this way."""
+    """The backward pass as a function of its own.
+
+    `torch.func` hands it plain tensors this way, and its own derivative can be refused.
+    """
 
     @staticmethod
-    def forward(call: Call, *tensors: Any) -> tuple[Tensor | None, ...]:
-        """See `run_backward`."""
-        return run_backward(call, *tensors)
+    def forward(
+        op: AttentionOp,
+        outputs: int,
+        has_sinks: bool,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Runs the op's backward pass on what `Attention.setup_context` kept."""
+        out, lse, *extras = tensors[:outputs]
+        given = list(tensors[outputs:])
+        q, k, v = extras[:3] if op.replaces_inputs else (given.pop(0) for _ in range(3))
+        sinks = given.pop(0) if has_sinks else None
+        saved = Saved(q, k, v, sinks, out, lse, tuple(extras))
+        found = op.backward(saved, OutputGradients.of(saved, grad_out, grad_lse))
+        return (found.q, found.k, found.v, found.sinks, *found.captured)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep."""
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        """Keeps what to call it in errors."""
+        ctx.name = inputs[0].name
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:  # noqa: ARG004
         """There is no second derivative."""
         raise FlexCPError(
-            "first derivatives of attention",
+            f"first derivatives of {ctx.name}",
             "a derivative of its gradients",
-            'ask for the kernel "reference", which torch differentiates any number of times',
+            'ask flexcp.flex_attention for the kernel "reference", which torch differentiates any '
+            "number of times, in one process",
         )
-
-
-def run_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Partial:
-    """The result over all keys, sinks included, in the accumulation type."""
-    with torch.autocast(q.device.type, enabled=False):
-        found = flash.forward(
-            q,
-            k,
-            v,
-            call.prepared,
-            scale=call.scale,
-            fused=call.fused,
-            score_mod=call.score_mod,
-            max_scores=call.max_scores,
-        )
-        if sinks is None:
-            return found
-        out, lse = add_sinks(found.out, found.lse, sinks)
-        return Partial(out, lse, found.max_scores)
-
-
-def run_backward(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, sinks (None without) and each captured tensor."""
-    dtype = accumulation_dtype(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
-        if grad_lse is not None:
-            grad_lse = grad_lse.to(dtype).masked_fill(lse == -torch.inf, 0.0)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        found = flash.backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            call.prepared,
-            scale=call.scale,
-            fused=None if grad_lse is not None else call.fused,
-            score_mod=call.score_mod,
-            grad_lse=grad_lse,
-        )
-        grad_sinks = None
-        if sinks is not None:
-            grad_sinks = sinks_gradient(sinks, grad_out, grad_lse, out, lse)
-    return (
-        found.q.to(q.dtype),
-        found.k.to(k.dtype),
-        found.v.to(v.dtype),
-        grad_sinks,
-        *found.captured,
-    )

@@ -1,8 +1,10 @@
-"""Attention inside torch.compile: one opaque op in the graph, planned and run as outside of it.
+"""THE pair of custom ops: attention inside torch.compile, run as outside of it.
 
-An op takes tensors, so a mask travels as its handle (see `flexcp.graph_handles`), and another mask
-runs in the same graph. A BlockMask that torch made has no handle, nor does a plain function: those
-travel as numbers, and dynamo guards on their identity, so that another one compiles another graph.
+An op takes tensors, so a mask or a plan travels as its handle (see `flexcp.graph_handles`), and
+another one runs in the same graph. A BlockMask that torch made has no handle, nor does a plain
+function: the graph keeps one for them as a constant, and dynamo guards on their identity, so that
+another one compiles another graph. Besides out and lse the op returns its extras, whose sizes are
+numbers of the plan, known while the graph is made.
 """
 
 from __future__ import annotations
@@ -13,80 +15,95 @@ import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
-from flexcp.graph_handles import owner_of
-from flexcp.kernels.prepared import Prepared
-from flexcp.kernels.reference import accumulation_dtype
-from flexcp.kernels.registry import choose
+from flexcp.graph_handles import constant_handle, owner_of
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.masks import Mask
-from flexcp.ops.autograd import Call, run_backward, run_forward
-from flexcp.ops.planning import MaskLike, prepare
-
-# Compiled graphs refer to these for as long as the process lives.
-_constants: list[object] = []
-_NO_MASK = -1
-_HANDLE = -2
+from flexcp.ops.interface import AttentionOp, OutputGradients, Saved
+from flexcp.ops.local import local_op
+from flexcp.ops.mask_cache import MaskLike
+from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
+from flexcp.plan import Plan
 
 
-def _number_of(mask: object) -> int:
-    if isinstance(mask, Mask) and "mask_mod" not in vars(mask):
+def compiled_local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike | None,
+    scale: float,
+    sinks: Tensor | None,
+    wants_max: bool,
+    kernel: str | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and, if wanted, the largest scores of one device, as part of a compiled graph."""
+    handle = None if mask is None else getattr(mask, "graph_handle", None)
+    if mask is not None and handle is None:
+        id(mask)  # makes dynamo guard on which object it is
+        handle = _constant_handle(mask)
+    out, lse, *extras = _attention(
+        q, k, v, sinks, handle, "", scale, False, wants_max, kernel, None, None
+    )
+    return out, lse, extras[0] if wants_max else None
+
+
+def _constant_handle(mask: object) -> Tensor:
+    if isinstance(mask, Mask) and not hasattr(mask, "mask_mod"):
         raise FlexCPError(
             "a mask that exists before the compiled function is called",
             "one that is made inside of it",
             "make it outside and pass it in; it may be another one at every call",
         )
-    for number, known in enumerate(_constants):
-        if known is mask:
-            return number
-    _constants.append(mask)
-    return len(_constants) - 1
+    return constant_handle(mask)
 
 
 # What `torch._dynamo.assume_constant_result` does, without importing dynamo.
-_number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant_handle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def compiled_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_mask: MaskLike | None,
-    scale: float,
-    sinks: Tensor | None,
-    wants_max: bool,
-    kernel: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and the largest scores (empty unless wanted), as part of a compiled graph."""
-    handle = None if block_mask is None else getattr(block_mask, "graph_handle", None)
-    if block_mask is None:
-        number = _NO_MASK
-    elif handle is not None:
-        number = _HANDLE
-    else:
-        id(block_mask)  # makes dynamo guard on which object it is
-        number = _number_of(block_mask)
-    found: tuple[Tensor, Tensor, Tensor] = _attention(
-        query, key, value, sinks, handle, number, scale, wants_max, kernel
-    )
-    return found
-
-
-def _call(
+def compiled_sharded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    plan: Plan,
+    mask: str | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    gradients: bool,
+) -> tuple[Tensor, Tensor]:
+    """Out and lse over a plan, as part of a compiled graph."""
+    name = plan.mask_name(mask)
+    plan.require_mesh()
+    sizes = plan.sizes[name]
+    swapped = [sizes.rows, sizes.q_heads, sizes.kv_heads] if sizes.swaps else None
+    # A shape, and not asked whether it is 0: either would tie the graph to the number.
+    each = k.shape[1] if not sizes.swaps else sizes.kv_heads
+    batch = 1 if plan.layout.batch_elements > 1 else k.shape[0]
+    kept = sizes.kept.shape[0] * batch * each * (k.shape[3] + v.shape[3])
+    out, lse, *_ = _attention(
+        q, k, v, sinks, plan.graph_handle, name, scale, gradients, False, None, swapped, kept
+    )
+    return out, lse
+
+
+def _op_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
     handle: Tensor | None,
-    mask: int,
-    scale: float,
+    mask: str,
+    scale: float | None,
+    gradients: bool,
     wants_max: bool,
     kernel: str | None,
-) -> Call:
-    block_mask: Any = None
-    if mask != _NO_MASK:
-        block_mask = _constants[mask] if handle is None else owner_of(handle)
-    prepared: Prepared = prepare(block_mask, q, k)
-    # Not "flex", the default on CUDA: it would have to be compiled into the graph by itself.
-    choice = choose(q, v, max_scores=wants_max, kernel="flash" if kernel is None else kernel)
-    return Call(prepared, scale, choice.fused, None, wants_max)
+) -> AttentionOp:
+    """The op that a handle stands for."""
+    owner: Any = None if handle is None else owner_of(handle, keep=True)
+    if isinstance(owner, Plan):
+        with tell_ranks_on_error(owner):
+            return sharded_op(q, k, v, owner, mask, None, scale, sinks, gradients=gradients)
+    assert scale is not None
+    return local_op(q, k, v, owner, scale=scale, max_scores=wants_max, kernel=kernel)
 
 
 @torch.library.custom_op("flexcp::attention", mutates_args=())
@@ -96,35 +113,63 @@ def _attention(
     v: Tensor,
     sinks: Tensor | None,
     handle: Tensor | None,
-    mask: int,
-    scale: float,
+    mask: str,
+    scale: float | None,
+    gradients: bool,
     wants_max: bool,
     kernel: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    call = _call(q, k, v, handle, mask, scale, wants_max, kernel)
-    found = run_forward(call, q, k, v, sinks)
-    highest = (
-        q.new_empty(0, dtype=found.lse.dtype) if found.max_scores is None else found.max_scores
-    )
-    return found.out.to(q.dtype).contiguous(), found.lse.contiguous(), highest
+    swapped: list[int] | None,  # noqa: ARG001
+    kept: int | None,
+) -> list[Tensor]:
+    """out, lse, and the op's extras, packed.
+
+    `swapped` has rows, query heads and kv heads after a swap of rows for heads, if there is one;
+    `kept` is how many elements of K and V are kept; None on one device.
+    """
+    op = _op_of(q, k, v, sinks, handle, mask, scale, gradients, wants_max, kernel)
+    saved = op.forward(q, k, v, sinks)
+    packed = op.pack(saved)
+    if kept is not None and packed[-1].numel() != kept:
+        raise FlexCPError(
+            f"a plan that keeps {kept} elements of K and V, as the compiled graph was made for",
+            f"one that keeps {packed[-1].numel()}",
+            "call torch.compiler.reset(), and report this: graphs adapt to plans by themselves",
+        )
+    return [saved.out.contiguous(), saved.lse.contiguous(), *packed]
 
 
 @_attention.register_fake
 def _(
     q: Tensor,
-    k: Tensor,  # noqa: ARG001
+    k: Tensor,
     v: Tensor,
     sinks: Tensor | None,  # noqa: ARG001
     handle: Tensor | None,  # noqa: ARG001
-    mask: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
+    mask: str,  # noqa: ARG001
+    scale: float | None,  # noqa: ARG001
+    gradients: bool,  # noqa: ARG001
     wants_max: bool,
     kernel: str | None,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:
+    swapped: list[int] | None,
+    kept: int | None,
+) -> list[Tensor]:
     dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    lse = q.new_empty(q.shape[:3], dtype=dtype)
-    return out, lse, q.new_empty(q.shape[:3] if wants_max else (0,), dtype=dtype)
+    batch, d, dv = q.shape[0], k.shape[3], v.shape[3]
+    found = [q.new_empty((*q.shape[:3], dv)), q.new_empty(q.shape[:3], dtype=dtype)]
+    if wants_max:
+        found.append(q.new_empty(q.shape[:3], dtype=dtype))
+    if swapped is not None:
+        rows, heads, kv_heads = swapped
+        found += [
+            q.new_empty((batch, heads, rows, d)),
+            q.new_empty((batch, kv_heads, rows, d)),
+            q.new_empty((batch, kv_heads, rows, dv)),
+            q.new_empty((batch, heads, rows, dv)),
+            q.new_empty((batch, heads, rows), dtype=dtype),
+        ]
+    if kept is not None:
+        found.append(q.new_empty(kept))
+    return found
 
 
 @torch.library.custom_op("flexcp::attention_backward", mutates_args=())
@@ -134,20 +179,20 @@ def _attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     sinks: Tensor | None,
     handle: Tensor | None,
-    mask: int,
-    scale: float,
+    outputs: list[Tensor],
+    mask: str,
+    scale: float | None,
     kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _call(q, k, v, handle, mask, scale, False, kernel)
-    grads = run_backward(call, grad_out, grad_lse, q, k, v, out, lse, sinks)
-    dq, dk, dv, d_sinks = (
-        q.new_empty(0) if grad is None else grad.contiguous() for grad in grads[:4]
-    )
-    return dq, dk, dv, d_sinks
+    op = _op_of(q, k, v, sinks, handle, mask, scale, True, False, kernel)
+    out, lse, *packed = outputs
+    saved = Saved(q, k, v, sinks, out, lse)
+    saved = Saved(q, k, v, sinks, out, lse, op.unpack(packed, saved))
+    found = op.backward(saved, OutputGradients.of(saved, grad_out, grad_lse))
+    grad_sinks = q.new_empty(0) if found.sinks is None else found.sinks.contiguous()
+    return found.q.contiguous(), found.k.contiguous(), found.v.contiguous(), grad_sinks
 
 
 @_attention_backward.register_fake
@@ -157,12 +202,11 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,  # noqa: ARG001
-    lse: Tensor,  # noqa: ARG001
     sinks: Tensor | None,
     handle: Tensor | None,  # noqa: ARG001
-    mask: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
+    outputs: list[Tensor],  # noqa: ARG001
+    mask: str,  # noqa: ARG001
+    scale: float | None,  # noqa: ARG001
     kernel: str | None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -170,20 +214,20 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, sinks, handle, mask, scale, _, kernel = inputs
-    out, lse, highest = output
-    ctx.mark_non_differentiable(highest)
+    q, k, v, sinks, handle, mask, scale, _, _, kernel, *_ = inputs
+    if len(output) > 2:
+        ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, sinks, handle)
+    ctx.save_for_backward(q, k, v, sinks, handle, *output)
     ctx.rest = (mask, scale, kernel)
 
 
-def _backward(ctx: Any, grad_out: Any, grad_lse: Any, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, handle = ctx.saved_tensors
+def _backward(ctx: Any, grads: Any) -> tuple[Any, ...]:
+    q, k, v, sinks, handle, *outputs = ctx.saved_tensors
     dq, dk, dv, d_sinks = _attention_backward(
-        grad_out, grad_lse, q, k, v, out, lse, sinks, handle, *ctx.rest
+        grads[0], grads[1], q, k, v, sinks, handle, outputs, *ctx.rest
     )
-    return dq, dk, dv, None if sinks is None else d_sinks, None, None, None, None, None
+    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 8
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

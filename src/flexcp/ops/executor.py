@@ -9,75 +9,72 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Pending, Transport
+from flexcp.comm import Pending, RoundLabel, Transport
 from flexcp.kernels import flash
 from flexcp.kernels.fused import FusedOp
-from flexcp.kernels.merge import merge_into
-from flexcp.kernels.reference import accumulation_dtype
+from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.score import ScoreMod
-from flexcp.ops.rank_program import Lane, Message, Pick, RankProgram, Round
-from flexcp.ops.rows import ROW, Rows, add_picked, joined, picked
+from flexcp.ops.interface import OutputGradients, Saved
+from flexcp.ops.program import ElementWork, Message, RankProgram, Round, RowCopy
+from flexcp.ops.rows import ROW, KVRows, add_rows, gather_rows, joined
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
-    """How tiles are computed."""
+class RoundKernel:
+    """How the tiles of a round are computed."""
 
     scale: float
     fused: FusedOp | None
     score_mods: tuple[ScoreMod | None, ...]
     """One for each batch element with a layout of its own, else one."""
 
-    def score_mod(self, lane: Lane) -> ScoreMod | None:
+    def score_mod(self, work: ElementWork) -> ScoreMod | None:
         """The score function, which sees the batch element's own number."""
-        return self.score_mods[lane.b or 0] if len(self.score_mods) > 1 else self.score_mods[0]
-
-
-@dataclass(eq=False)
-class Kept:
-    """K and V that arrived in the forward pass, if the backward pass uses them again."""
-
-    batches: list[Tensor | None]
+        return self.score_mods[work.b or 0] if len(self.score_mods) > 1 else self.score_mods[0]
 
 
 def run_forward(
     program: RankProgram,
     transport: Transport,
-    kernel: Kernel,
+    kernel: RoundKernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    label: str,
-) -> tuple[Tensor, Tensor, Kept]:
-    """(out, lse) of the rank's queries over all keys, in the accumulation type."""
+    mask: str,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(out, lse) of the rank's queries over all keys, in the accumulation type.
+
+    Also the K and V that arrived in each round, if the program keeps them.
+    """
     total: tuple[Tensor, Tensor] | None = None
-    rows = Rows.of(k, v, program)
-    flow = _Flow(program, transport, rows, f"forward of {label}")
-    for round_ in flow:
-        keys = flow.work(round_)
-        for lane in round_.lanes if q.numel() else ():
-            at = slice(None) if lane.b is None else slice(lane.b, lane.b + 1)
-            lane_k, lane_v = rows.for_kernel(keys, lane)
+    rows = KVRows.of(k, v, program)
+    fetched = KVPrefetcher(program, transport, rows, "forward", mask)
+    for round_ in fetched:
+        keys = fetched.keys(round_)
+        for work in round_.work if q.numel() else ():
+            at = slice(None) if work.b is None else slice(work.b, work.b + 1)
+            work_k, work_v = rows.for_kernel(keys, work)
             found = flash.forward(
                 q[at],
-                lane_k,
-                lane_v,
-                lane.prepared,
+                work_k,
+                work_v,
+                work.shapes,
                 scale=kernel.scale,
                 fused=kernel.fused,
-                score_mod=kernel.score_mod(lane),
+                score_mod=kernel.score_mod(work),
             )
-            if lane.b is None and total is None:
+            if work.b is None and total is None:
                 total = found.out, found.lse
                 continue
             total = total or _nothing_seen(q, v)
             merge_into(total[0][at], total[1][at], found.out, found.lse)
     out, lse = total or _nothing_seen(q, v)
-    return out, lse, Kept(flow.batches)
+    return out, lse, [x for x in fetched.buffers[1:] if x is not None]
 
 
 def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,104 +86,80 @@ def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def run_backward(
     program: RankProgram,
     transport: Transport,
-    kernel: Kernel,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kept: Kept | None,
-    label: str,
+    kernel: RoundKernel,
+    saved: Saved,
+    grads: OutputGradients,
+    kept: Sequence[Tensor] | None,
+    mask: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and captured tensors, from the out and lse over all keys."""
+    """Gradients of q, k, v and captured tensors, from the out and lse over all keys.
+
+    `saved` and `grads` are of the rows and heads that the kernel computes. `kept` are the K and V
+    that arrived in each round of the forward pass, if they were kept.
+    """
+    q, out, lse, grad_out, grad_lse = saved.q, saved.out, saved.lse, grads.out, grads.lse
     dtype = accumulation_dtype(q.dtype)
     grad_q: Tensor | None = None
     mods = [mod for mod in kernel.score_mods if mod is not None]
     captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
-    rows = Rows.of(k, v, program)
-    flow = _Flow(program, transport, rows, f"backward of {label}", kept)
-    home = _Homecoming(program, transport, rows, dtype, f"gradients of {label}")
-    for number, round_ in enumerate(flow):
-        keys = flow.work(round_)
+    rows = KVRows.of(saved.k, saved.v, program)
+    fetched = KVPrefetcher(program, transport, rows, "backward", mask, kept)
+    returns = GradientReturns(program, transport, rows, dtype, mask)
+    for number, round_ in enumerate(fetched):
+        keys = fetched.keys(round_)
         piece: Tensor | None = None
-        for lane in round_.lanes if q.numel() else ():
-            at = slice(None) if lane.b is None else slice(lane.b, lane.b + 1)
-            lane_k, lane_v = rows.for_kernel(keys, lane)
+        for work in round_.work if q.numel() else ():
+            at = slice(None) if work.b is None else slice(work.b, work.b + 1)
+            work_k, work_v = rows.for_kernel(keys, work)
             found = flash.backward(
                 grad_out[at],
                 q[at],
-                lane_k,
-                lane_v,
+                work_k,
+                work_v,
                 out[at],
                 lse[at],
-                lane.prepared,
+                work.shapes,
                 scale=kernel.scale,
                 fused=None if grad_lse is not None else kernel.fused,
-                score_mod=kernel.score_mod(lane),
+                score_mod=kernel.score_mod(work),
                 grad_lse=None if grad_lse is None else grad_lse[at],
             )
-            if lane.b is None and grad_q is None:
+            if work.b is None and grad_q is None:
                 grad_q = found.q
             else:
                 grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
                 grad_q[at] += found.q
             for total, part in zip(captured, found.captured, strict=True):
                 total += part
-            piece = rows.with_gradient(piece, keys, lane, found.k, found.v)
+            piece = rows.with_gradient(piece, keys, work, found.k, found.v)
         if piece is None:
             piece = keys.new_zeros(keys.shape, dtype=dtype)
-        home.after(number, round_, piece)
-    grad_k, grad_v = home.arrive()
+        returns.add_round(number, round_, piece)
+    grad_k, grad_v = returns.finish()
     grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
     return grad_q, grad_k, grad_v, captured
 
 
-def run_gather(
-    program: RankProgram, transport: Transport, k: Tensor, v: Tensor, label: str
-) -> Tensor:
-    """K and V of all rows that the rank computes against, in the order of the rounds, as `Rows`."""
-    flow = _Flow(program, transport, Rows.of(k, v, program), f"forward of {label}")
-    return joined([flow.work(round_) for round_ in flow])
+class KVPrefetcher:
+    """Rounds, with the K and V of the next one on their way while one is computed.
 
-
-def run_scatter(
-    program: RankProgram,
-    transport: Transport,
-    gradient: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows_of_round: Sequence[Tensor],
-    label: str,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the own k and v, from that of what `run_gather` returned.
-
-    `rows_of_round` says which of its rows each round of the backward program speaks of.
+    `kept` are those of a former pass: then nothing is fetched.
     """
-    rows = Rows.of(k, v, program)
-    home = _Homecoming(program, transport, rows, gradient.dtype, f"gradients of {label}")
-    for number, (round_, index) in enumerate(zip(program.rounds, rows_of_round, strict=True)):
-        home.after(number, round_, gradient.index_select(ROW, index.to(gradient.device)))
-    return home.arrive()
-
-
-class _Flow:
-    """Rounds, with the rows of the next one on their way while one is computed."""
 
     def __init__(
         self,
         program: RankProgram,
         transport: Transport,
-        rows: Rows,
-        label: str,
-        kept: Kept | None = None,
+        rows: KVRows,
+        direction: Literal["forward", "backward"],
+        mask: str,
+        kept: Sequence[Tensor] | None = None,
     ) -> None:
-        self._program, self._transport, self._rows, self._label = program, transport, rows, label
-        self.batches: list[Tensor | None] = [rows.own]
-        self._kept = kept is not None
-        if kept is not None:
-            self.batches.extend(kept.batches[1:])
+        self._program, self._transport, self._rows = program, transport, rows
+        self._direction, self._mask = direction, mask
+        self.buffers: list[Tensor | None] = [rows.own, *(kept or ())]
+        """The rank's own rows, and those that arrived in each round, as long as they are needed."""
+        self._fetches = kept is None
 
     def __iter__(self) -> Iterator[Round]:
         rounds = self._program.rounds
@@ -194,35 +167,35 @@ class _Flow:
         for number, round_ in enumerate(rounds):
             assert pending is not None
             came = pending.wait()
-            if not self._kept:
-                self.batches.append(joined(came) if came else self._rows.empty(0))
+            if self._fetches:
+                self.buffers.append(joined(came) if came else self._rows.empty(0))
             pending = self._start(number + 1) if number + 1 < len(rounds) else None
             yield round_
             self._forget(number)
 
-    def work(self, round_: Round) -> Tensor:
+    def keys(self, round_: Round) -> Tensor:
         """The rows that a round is computed against."""
-        return self._picked(round_.picks, round_.rows)
+        return self._gathered(round_.copies, round_.rows)
 
     def _start(self, number: int) -> Pending:
         round_ = self._program.rounds[number]
         return self._transport.exchange(
-            [(m.peer, self._picked(m.picks, m.rows)) for m in round_.sends if m.rows],
+            [(m.peer, self._gathered(m.copies, m.rows)) for m in round_.sends if m.rows],
             [(m.peer, self._rows.shape_of(m.rows)) for m in round_.receives if m.rows],
             like=self._rows.own,
-            label=f"round {number} of the {self._label}",
+            label=RoundLabel(self._direction, self._mask, number),
         )
 
-    def _picked(self, picks: Sequence[Pick], rows: int) -> Tensor:
-        return picked(picks, self.batches, lambda: self._rows.empty(rows))
+    def _gathered(self, copies: Sequence[RowCopy], rows: int) -> Tensor:
+        return gather_rows(copies, self.buffers, lambda: self._rows.empty(rows))
 
     def _forget(self, number: int) -> None:
-        for batch, last in enumerate(self._program.last_use):
-            if 0 < batch <= number + 1 and last <= number and not self._kept:
-                self.batches[batch] = None
+        for buffer, last in enumerate(self._program.last_use):
+            if 0 < buffer <= number + 1 and last <= number and self._fetches:
+                self.buffers[buffer] = None
 
 
-class _Homecoming:
+class GradientReturns:
     """Gradients of other ranks' rows on their way to their owners.
 
     What comes for the rank's own rows is added up at once, and what has been sent is forgotten, so
@@ -233,26 +206,26 @@ class _Homecoming:
         self,
         program: RankProgram,
         transport: Transport,
-        rows: Rows,
+        rows: KVRows,
         dtype: torch.dtype,
-        label: str,
+        mask: str,
     ) -> None:
         self._program, self._transport, self._rows = program, transport, rows
-        self._dtype, self._label = dtype, label
+        self._dtype, self._mask = dtype, mask
         self._pieces: dict[int, Tensor] = {}
         self._pending: tuple[int, Pending] | None = None
         self._total: Tensor | None = None
         self._last_sent = {
-            pick.batch: number
+            copy.buffer: number
             for number, round_ in enumerate(program.rounds)
             for message in round_.returns_out
-            for pick in message.picks
+            for copy in message.copies
         }
 
-    def after(self, number: int, round_: Round, piece: Tensor) -> None:
+    def add_round(self, number: int, round_: Round, piece: Tensor) -> None:
         """Takes the gradient of a round's work, and sends off what the schedule says."""
         self._collect()
-        self._take(2 * number, piece)
+        self._accumulate(2 * number, piece)
         if not (round_.returns_in or round_.returns_out):
             return
         sends = [(m.peer, self._gathered(m)) for m in round_.returns_out if m.rows]
@@ -261,7 +234,7 @@ class _Homecoming:
             sends,
             [(m.peer, self._rows.shape_of(m.rows)) for m in round_.returns_in if m.rows],
             like=self._rows.own,
-            label=f"round {number} of the {self._label}",
+            label=RoundLabel("gradients", self._mask, number),
         )
         self._pending = (number, pending)
 
@@ -272,36 +245,36 @@ class _Homecoming:
         came = pending.wait()
         self._pending = None
         if came:
-            self._take(2 * number + 1, joined(came).to(self._dtype))
+            self._accumulate(2 * number + 1, joined(came).to(self._dtype))
 
-    def _take(self, number: int, piece: Tensor) -> None:
+    def _accumulate(self, number: int, piece: Tensor) -> None:
         """Adds what is the rank's own, and keeps the piece if some of it is to be sent."""
-        for pick in self._program.home:
-            if pick.batch != number:
+        for copy in self._program.own_gradients:
+            if copy.buffer != number:
                 continue
             own = self._rows.own
-            if self._total is None and pick.takes_all_of(own.shape[ROW]):
+            if self._total is None and copy.takes_all_of(own.shape[ROW]):
                 self._total = piece.narrow(ROW, 0, own.shape[ROW]).clone()
                 continue
             if self._total is None:
                 self._total = torch.zeros_like(own, dtype=self._dtype)
-            add_picked(pick, piece, self._total)
+            add_rows(copy, piece, self._total)
         if number in self._last_sent:
             self._pieces[number] = piece
 
-    def arrive(self) -> tuple[Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """Gradients of the rank's own K and V."""
         self._collect()
         if self._total is None:
             self._total = torch.zeros_like(self._rows.own, dtype=self._dtype)
-        return self._rows.home(self._total)
+        return self._rows.split(self._total)
 
     def _gathered(self, message: Message) -> Tensor:
         own = self._rows.own
-        first = message.picks[0] if len(message.picks) == 1 else None
-        if first is not None and first.takes_all_of(self._pieces[first.batch].shape[ROW]):
-            return self._pieces[first.batch].to(own.dtype)
+        first = message.copies[0] if len(message.copies) == 1 else None
+        if first is not None and first.takes_all_of(self._pieces[first.buffer].shape[ROW]):
+            return self._pieces[first.buffer].to(own.dtype)
         total = own.new_zeros(self._rows.shape_of(message.rows), dtype=self._dtype)
-        for pick in message.picks:
-            add_picked(pick, self._pieces[pick.batch], total)
+        for copy in message.copies:
+            add_rows(copy, self._pieces[copy.buffer], total)
         return total.to(own.dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +17,23 @@ _translated: ContextVar[bool] = ContextVar("flexcp_positions_are_global", defaul
 
 
 class Tracing:
-    """The same for what is being compiled: a compiler can't follow a ContextVar."""
+    """What `_translated` says, for code that is being compiled: that can't follow a ContextVar."""
 
     translated = False
+
+
+def in_translation(positions: object, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs attention that is compiled, whose score_mod is translated already if it has to be."""
+    if positions is None:
+        return attend(*args, **kwargs)
+    outer = None if torch.compiler.is_compiling() else _translated.set(True)
+    before, Tracing.translated = Tracing.translated, True
+    try:
+        return attend(*args, **kwargs)
+    finally:
+        Tracing.translated = before
+        if outer is not None:
+            _translated.reset(outer)
 
 
 def keep_positions(block_mask: BlockMask, q_at: Tensor, kv_at: Tensor) -> None:
@@ -29,11 +45,15 @@ def keep_positions(block_mask: BlockMask, q_at: Tensor, kv_at: Tensor) -> None:
     block_mask.mask_mod._flexcp_positions = (q_at, kv_at)  # type: ignore[attr-defined]
 
 
-def positions_of(block_mask: object) -> tuple[Tensor, Tensor] | None:
-    """What was noted, if anything."""
+def positions_of(
+    block_mask: object, device: torch.device | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """The global positions that `keep_positions` noted for a BlockMask, if any."""
     mask_mod = getattr(block_mask, "mask_mod", None)
     found: tuple[Tensor, Tensor] | None = getattr(mask_mod, "_flexcp_positions", None)
-    return found
+    if found is None or device is None:
+        return found
+    return found[0].to(device), found[1].to(device)
 
 
 def looking_up(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -> ScoreFunction:
@@ -58,10 +78,9 @@ def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -
     look_up = looking_up(score_mod, q_at, kv_at)
 
     def seen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        if Tracing.translated:
-            return score_mod(score, b, h, q, kv)
         if torch.compiler.is_compiling():
-            return look_up(score, b, h, q, kv)
+            # Asked only here: another thread may be compiling while this one runs.
+            return (score_mod if Tracing.translated else look_up)(score, b, h, q, kv)
         if _translated.get():
             return score_mod(score, b, h, q, kv)
         token = _translated.set(True)

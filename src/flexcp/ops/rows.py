@@ -1,4 +1,4 @@
-"""Rows of K and V as they are picked, sent, computed against and kept: side by side, by head.
+"""Rows of K and V as they are gathered, sent, computed against and kept: side by side, by head.
 
 The rows of a head stand together, so that what arrives is what the kernel reads: nothing is turned
 around on the way.
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexcp.ops.rank_program import Lane, Pick, RankProgram
+from flexcp.ops.program import ElementWork, RankProgram, RowCopy
 
 ROW = -2
 """The dim of the rows, in all tensors of rows."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class KVRows:
     """K and V of a rank's own tokens as one tensor."""
 
     own: Tensor
@@ -29,7 +29,7 @@ class Rows:
     by_element: bool
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, program: RankProgram) -> Rows:
+    def of(cls, k: Tensor, v: Tensor, program: RankProgram) -> KVRows:
         """K [B, G, L, D] and V [B, G, L, Dv], side by side."""
         both = torch.cat([k, v], dim=-1)
         b, g, length = k.shape[:3]
@@ -45,25 +45,25 @@ class Rows:
         """Room for some rows."""
         return self.own.new_empty(self.shape_of(rows))
 
-    def for_kernel(self, keys: Tensor, lane: Lane) -> tuple[Tensor, Tensor]:
-        """K and V [B, G, n, D] of a lane."""
+    def for_kernel(self, keys: Tensor, work: ElementWork) -> tuple[Tensor, Tensor]:
+        """K [B, G, n, D] and V [B, G, n, Dv] that some work is computed against."""
         d = self.shape[3]
-        if lane.b is not None:
-            keys = keys.index_select(ROW, lane.keys.to(keys.device))[None]
+        if work.b is not None:
+            keys = keys.index_select(ROW, work.keys.to(keys.device))[None]
         return keys[..., :d], keys[..., d:]
 
     def with_gradient(
-        self, piece: Tensor | None, keys: Tensor, lane: Lane, grad_k: Tensor, grad_v: Tensor
+        self, piece: Tensor | None, keys: Tensor, work: ElementWork, grad_k: Tensor, grad_v: Tensor
     ) -> Tensor:
-        """The gradient of a round's rows so far, and what a lane found."""
+        """The gradient of a round's rows so far, with what some of its work found added."""
         both = torch.cat([grad_k, grad_v], dim=-1)
-        if lane.b is None:
-            assert piece is None, "a lane for all batch elements is the only one"
+        if work.b is None:
+            assert piece is None, "work for all batch elements is the only one"
             return both
         piece = keys.new_zeros(keys.shape, dtype=both.dtype) if piece is None else piece
-        return piece.index_add_(piece.ndim + ROW, lane.keys.to(piece.device), both[0])
+        return piece.index_add_(piece.ndim + ROW, work.keys.to(piece.device), both[0])
 
-    def home(self, total: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of K and V in their own shape."""
         b, g, length, d, dv = self.shape
         if self.by_element:
@@ -80,35 +80,35 @@ def _shape_of(b: int, g: int, rows: int, width: int, by_element: bool) -> tuple[
     return (g, rows, width) if by_element else (b, g, rows, width)
 
 
-def picked(
-    picks: Sequence[Pick], batches: Sequence[Tensor | None], into: Callable[[], Tensor]
+def gather_rows(
+    copies: Sequence[RowCopy], buffers: Sequence[Tensor | None], into: Callable[[], Tensor]
 ) -> Tensor:
-    """The picked rows; nothing is copied if they stand together in one batch.
+    """The rows that the copies say; nothing is copied if they stand together in one buffer.
 
-    The picks together say what is at every place of the result.
+    The copies together say what is at every place of the result.
     """
-    runs = picks[0].runs if len(picks) == 1 else None
+    runs = copies[0].runs if len(copies) == 1 else None
     if runs is not None and len(runs) == 1:
         row, _, rows = runs[0]
-        return _held(picks[0], batches).narrow(ROW, row, rows)
+        return _held(copies[0], buffers).narrow(ROW, row, rows)
     found = into()
-    for pick in picks:
-        batch = _held(pick, batches)
-        for row, place, rows in pick.runs or ():
-            found.narrow(ROW, place, rows).copy_(batch.narrow(ROW, row, rows))
-        if pick.runs is None:
-            part = batch.index_select(ROW, pick.source.to(found.device))
-            found.index_copy_(ROW, pick.place.to(found.device), part)
+    for copy in copies:
+        buffer = _held(copy, buffers)
+        for row, place, rows in copy.runs or ():
+            found.narrow(ROW, place, rows).copy_(buffer.narrow(ROW, row, rows))
+        if copy.runs is None:
+            part = buffer.index_select(ROW, copy.source.to(found.device))
+            found.index_copy_(ROW, copy.place.to(found.device), part)
     return found
 
 
-def add_picked(pick: Pick, piece: Tensor, total: Tensor) -> None:
-    """Adds the picked rows of a piece to where they go."""
-    for row, place, rows in pick.runs or ():
+def add_rows(copy: RowCopy, piece: Tensor, total: Tensor) -> None:
+    """Adds some rows of a piece of gradient to where they go."""
+    for row, place, rows in copy.runs or ():
         total.narrow(ROW, place, rows).add_(piece.narrow(ROW, row, rows))
-    if pick.runs is None:
-        part = piece.index_select(ROW, pick.source.to(total.device))
-        total.index_add_(ROW, pick.place.to(total.device), part)
+    if copy.runs is None:
+        part = piece.index_select(ROW, copy.source.to(total.device))
+        total.index_add_(ROW, copy.place.to(total.device), part)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=ROW)
 
 
-def _held(pick: Pick, batches: Sequence[Tensor | None]) -> Tensor:
-    batch = batches[pick.batch]
-    assert batch is not None, "a batch was dropped before its last use"
-    return batch
+def _held(copy: RowCopy, buffers: Sequence[Tensor | None]) -> Tensor:
+    buffer = buffers[copy.buffer]
+    assert buffer is not None, "a buffer was dropped before its last use"
+    return buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,17 +35,17 @@ class Swap:
 
     @classmethod
     def of(
-        cls, schedule: Schedule, rank: int, transport: Transport, num_heads: int, num_kv_heads: int
+        cls, schedule: Schedule, transport: Transport, num_heads: int, num_kv_heads: int
     ) -> Swap | None:
         """None if there is nothing to swap."""
-        if schedule.inner == 1:
+        if schedule.heads_group_size == 1:
             return None
-        members = tuple(schedule.members(rank))
+        members = tuple(schedule.members(transport.rank))
         counts = schedule.layout.counts
         return cls(
             transport,
             members,
-            rank - members[0],
+            transport.rank - members[0],
             schedule.heads,
             tuple(int(counts[m]) for m in members),
             num_heads,
@@ -76,18 +77,20 @@ class Swap:
 
     def own_keys(self, x: Tensor) -> Tensor:
         """K or V with heads that the query heads can share evenly; repeated if they can't."""
-        index = self._kv_index()
+        index = self._kv_index
         return x if index is None else x.index_select(1, index.to(x.device))
 
     def own_keys_gradient(self, grad: Tensor, heads: int) -> Tensor:
         """The gradient of what `own_keys` was given."""
-        index = self._kv_index()
+        index = self._kv_index
         if index is None:
             return grad
         total = grad.new_zeros(grad.shape[0], heads, *grad.shape[2:])
         return total.index_add_(1, index.to(grad.device), grad)
 
+    @cached_property
     def _kv_index(self) -> Tensor | None:
+        """int64 The kv head of each of the own ones, if the kernel needs them repeated."""
         each = self.heads[self.place].shared_kv(self.num_heads, self.num_kv_heads)
         return None if each is None else torch.tensor(each)
 

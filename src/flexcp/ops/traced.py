@@ -3,6 +3,8 @@
 A score_mod of a compiled function belongs to its graph, together with what it captures, so the
 whole computation is made of operations that the compiler sees. Each block of rows is a
 checkpoint: its scores are computed again in the backward pass, and never stored for all rows.
+Over a plan, one op fetches the rows of K and V that are needed (`fetch.py`); the rest is as on one
+device.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.head_groups import HeadGroup, select
 from flexcp.kernels.interface import Plane
-from flexcp.kernels.lanes import Lane, select
-from flexcp.kernels.prepared import Prepared
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.program import forbidden_columns
-from flexcp.kernels.reference import accumulation_dtype
 from flexcp.kernels.score import ScoreFunction
-from flexcp.ops.planning import MaskLike, prepare
+from flexcp.ops.fetch import fetch_of, fetch_rows
+from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
+from flexcp.ops.positions import in_translation, looking_up, positions_of
+from flexcp.ops.sharded import shifted
+from flexcp.plan import Plan
 
 _ROWS = 256
 
@@ -37,36 +43,154 @@ class _Block:
 
 
 @dataclass(frozen=True, eq=False)
-class TracedPlan:
+class TracedWork:
     """What a graph computes: which rows against which keys, block by block."""
 
-    lanes: tuple[Lane, ...]
+    b: int | None
+    """Which batch element; None for all."""
+    keys: list[int] | None
+    """Which of the rows of K and V are its keys; None for all."""
+    head_groups: tuple[HeadGroup, ...]
     blocks: tuple[tuple[_Block, ...], ...]
     """Of each plane."""
     q_positions: Tensor
+    """int64 Global positions of the queries."""
     kv_positions: Tensor
+    """int64 Global positions of the keys."""
 
 
-def traced_plan(prepared: Prepared, q_len: int, *sizes: int) -> TracedPlan:
-    """The plan for tensors with so many batch elements, query heads and kv heads."""
+def _work(
+    shapes: CompiledShapes,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    b: int | None = None,
+    keys: list[int] | None = None,
+) -> TracedWork:
+    """The work of tensors with so many batch elements, query heads and kv heads."""
     cpu = torch.device("cpu")
-    return TracedPlan(
-        prepared.lanes(*sizes),
-        tuple(tuple(_blocks(plane, q_len)) for plane in prepared.shapes.planes),
-        prepared.positions("q", cpu),
-        prepared.positions("kv", cpu),
+    return TracedWork(
+        b,
+        keys,
+        shapes.head_groups(batch, heads, kv_heads),
+        tuple(tuple(_blocks(plane, shapes.shapes.q_len)) for plane in shapes.shapes.planes),
+        shapes.positions("q", cpu),
+        shapes.positions("kv", cpu),
     )
 
 
-def _plan(block_mask: MaskLike | None, *sizes: int) -> TracedPlan:
+def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
     batch, heads, q_len, kv_heads, kv_len = sizes
     query = torch.empty(batch, heads, q_len, 1, device="meta")
     key = torch.empty(batch, kv_heads, kv_len, 1, device="meta")
-    return traced_plan(prepare(block_mask, query, key), q_len, batch, heads, kv_heads)
+    return [_work(compiled_shapes_for(mask, query, key), batch, heads, kv_heads)]
+
+
+def _sharded_work(
+    plan: Plan, mask: str, batch: int, heads: int, kv_heads: int
+) -> tuple[int, list[TracedWork]]:
+    """How many rows are fetched, and what is computed with them."""
+    fetch = fetch_of(plan, mask)
+    found = []
+    for work in fetch.work.of(fetch.ascending):
+        size = batch if work.b is None else 1
+        keys = None if work.b is None else work.keys.tolist()
+        found.append(_work(work.shapes, size, heads, kv_heads, work.b, keys))
+    return fetch.rows, found
 
 
 # What `torch._dynamo.assume_constant_result` does, without importing dynamo.
-_plan._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_local_work._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_sharded_work._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def traced_local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike | None,
+    score_mod: ScoreFunction,
+    scale: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and the largest scores of one device, in operations that a compiler can see."""
+    positions = positions_of(mask, q.device)
+    if positions is not None:
+        score_mod = looking_up(score_mod, *positions)
+    id(mask)  # makes dynamo guard on which object it is
+    _mark_static(q, k, v)
+    work = _local_work(mask, *q.shape[:3], *k.shape[1:3])
+    found: tuple[Tensor, Tensor, Tensor] = in_translation(
+        positions, _attend_to, q, k, v, work, score_mod, scale, sinks, None
+    )
+    return found
+
+
+def traced_sharded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    mask: str | None,
+    score_mod: ScoreFunction,
+    scale: float | None,
+    sinks: Tensor | None,
+    gradients: bool,
+) -> tuple[Tensor, Tensor]:
+    """Out and lse over a plan, in one op that fetches and operations that a compiler can see."""
+    name = plan.mask_name(mask)
+    plan.require_mesh()
+    handle = plan.graph_handle
+    _mark_static(q, k, v)
+    # As an argument of what is marked constant, the plan is guarded on by its identity.
+    rows, work = _sharded_work(plan, name, q.shape[0], q.shape[1], k.shape[1])
+    by_element = plan.layout.batch_elements > 1
+    given = None if sinks is None else sinks.detach()
+    fetched = fetch_rows(q.detach(), k, v, handle, name, scale, given, gradients, by_element, rows)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse, _ = _attend_to(q, k, v, work, score_mod, factor, sinks, fetched)
+    return out, lse
+
+
+def _mark_static(*tensors: Tensor) -> None:
+    for x in tensors:
+        for dim in range(4):
+            torch._dynamo.mark_static(x, dim)
+
+
+def _attend_to(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: list[TracedWork],
+    score_mod: ScoreFunction,
+    scale: float,
+    sinks: Tensor | None,
+    fetched: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and the largest scores.
+
+    `fetched` are the rows of K and V to attend to, side by side: [B, G, n, D + Dv], or
+    [G, n, D + Dv] where batch elements have rows of their own; None for k and v themselves.
+    """
+    d = k.shape[3]
+    if fetched is None or fetched.dim() == 4:
+        keys = (k, v) if fetched is None else (fetched[..., :d], fetched[..., d:])
+        if not work:
+            return _fully_masked_rows(q, v, sinks)
+        return _run_work(work[0], q, *keys, score_mod, scale, sinks)
+    by_number = {each.b: each for each in work}
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for b in range(q.shape[0]):
+        each, own = by_number.get(b), q[b : b + 1]
+        if each is None:
+            parts.append(_fully_masked_rows(own, v, sinks))
+            continue
+        rows = fetched[:, torch.tensor(each.keys, device=fetched.device)][None]
+        mod = shifted(score_mod, b, 0)
+        parts.append(_run_work(each, own, rows[..., :d], rows[..., d:], mod, scale, sinks))
+    out, lse, highest = (torch.cat(found) for found in zip(*parts, strict=True))
+    return out, lse, highest
 
 
 def _blocks(plane: Plane, q_len: int) -> list[_Block]:
@@ -97,26 +221,8 @@ def _blocks(plane: Plane, q_len: int) -> list[_Block]:
     return found
 
 
-def traced_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreFunction,
-    block_mask: MaskLike | None,
-    scale: float,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and the largest scores, in operations that a compiler can see."""
-    id(block_mask)  # makes dynamo guard on which object it is
-    for x in (query, key, value):
-        for dim in range(4):
-            torch._dynamo.mark_static(x, dim)
-    plan = _plan(block_mask, *query.shape[:3], *key.shape[1:3])
-    return run_traced(plan, query, key, value, score_mod, scale, sinks)
-
-
-def run_traced(
-    plan: TracedPlan,
+def _run_work(
+    work: TracedWork,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,29 +230,35 @@ def run_traced(
     scale: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Likewise, with a plan that was made before."""
-    lanes = [
-        _run_lane(plan, lane, query, key, value, score_mod, scale, sinks) for lane in plan.lanes
+    """out, lse and the largest scores of queries against all keys that the work speaks of."""
+    groups = [
+        _run_head_group(work, group, query, key, value, score_mod, scale, sinks)
+        for group in work.head_groups
     ]
     heads = query.shape[1]
-    order = [b * heads + h for lane in plan.lanes for b in lane.batches for h in lane.q_heads]
+    order = [
+        b * heads + h
+        for group in work.head_groups
+        for b in group.batch_elements
+        for h in group.q_heads
+    ]
     place = [order.index(i) for i in range(len(order))]
     out, lse, highest = (
-        found[0] if len(lanes) == 1 else _in_order(found, place, heads)
-        for found in zip(*lanes, strict=True)
+        found[0] if len(groups) == 1 else _in_order(found, place, heads)
+        for found in zip(*groups, strict=True)
     )
     return out.to(query.dtype), lse, highest.detach()
 
 
 def _in_order(parts: tuple[Tensor, ...], place: list[int], heads: int) -> Tensor:
-    """The results of lanes, put back into the order of batch elements and heads."""
+    """The results of head groups, put back into the order of batch elements and heads."""
     flat = [row for part in parts for row in part.flatten(0, 1).unbind(0)]
     return torch.stack([flat[i] for i in place]).unflatten(0, (-1, heads))  # type: ignore[no-any-return]
 
 
-def _run_lane(
-    plan: TracedPlan,
-    lane: Lane,
+def _run_head_group(
+    work: TracedWork,
+    heads: HeadGroup,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -155,19 +267,19 @@ def _run_lane(
     sinks: Tensor | None,
 ) -> list[Tensor]:
     dtype, device = accumulation_dtype(query.dtype), query.device
-    b = torch.tensor(lane.batches, device=device)
-    h = torch.tensor(lane.q_heads, device=device)
-    group = len(lane.q_heads) // len(lane.kv_heads)
-    q = select(query, lane.batches, lane.q_heads).to(dtype) * scale
+    b = torch.tensor(heads.batch_elements, device=device)
+    h = torch.tensor(heads.q_heads, device=device)
+    group = len(heads.q_heads) // len(heads.kv_heads)
+    q = select(query, heads.batch_elements, heads.q_heads).to(dtype) * scale
     k, v = (
-        select(x, lane.batches, lane.kv_heads).to(dtype).repeat_interleave(group, dim=1)
+        select(x, heads.batch_elements, heads.kv_heads).to(dtype).repeat_interleave(group, dim=1)
         for x in (key, value)
     )
     sink = None if sinks is None else sinks.to(dtype)[h][None, :, None, None]
 
     def rows(block: _Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        q_pos = plan.q_positions[block.q0 : block.q1].to(device)
-        kv_pos = plan.kv_positions[block.k0 : block.k1].to(device)
+        q_pos = work.q_positions[block.q0 : block.q1].to(device)
+        kv_pos = work.kv_positions[block.k0 : block.k1].to(device)
         scores = _modified(score_mod, q @ k.transpose(-1, -2), b, h, q_pos, kv_pos)
         for c0, c1, pairs in block.edges:
             edge = scores[..., c0:c1].masked_fill(pairs.to(device), -torch.inf)
@@ -176,9 +288,9 @@ def _run_lane(
 
     parts: list[list[Tensor]] = []
     done = 0
-    for block in plan.blocks[lane.plane]:
+    for block in work.blocks[heads.plane]:
         if block.q0 > done:
-            parts.append(_blind(q[:, :, done : block.q0], v, sink))
+            parts.append(_fully_masked(q[:, :, done : block.q0], v, sink))
         keys = slice(block.k0, block.k1)
         part = checkpoint(
             lambda *x, block=block: rows(block, *x),
@@ -188,7 +300,7 @@ def _run_lane(
         parts.append(part)
         done = block.q1
     if done < q.shape[2]:
-        parts.append(_blind(q[:, :, done:], v, sink))
+        parts.append(_fully_masked(q[:, :, done:], v, sink))
     return [torch.cat(found, dim=2) for found in zip(*parts, strict=True)]
 
 
@@ -198,15 +310,15 @@ def _attend(scores: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
     logits = scores
     if sink is not None:
         logits = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1)
-    blind = (logits == -torch.inf).all(-1, keepdim=True)
+    hidden = (logits == -torch.inf).all(-1, keepdim=True)
     # Zeros in place of a row of -inf keep autograd away from inf - inf.
-    safe = logits.masked_fill(blind, 0.0)
+    safe = logits.masked_fill(hidden, 0.0)
     lse = torch.logsumexp(safe, dim=-1, keepdim=True)
-    weights = (safe - lse).exp().masked_fill(blind, 0.0)[..., : scores.shape[-1]]
-    return [weights @ v, lse.masked_fill(blind, -torch.inf).squeeze(-1), highest]
+    weights = (safe - lse).exp().masked_fill(hidden, 0.0)[..., : scores.shape[-1]]
+    return [weights @ v, lse.masked_fill(hidden, -torch.inf).squeeze(-1), highest]
 
 
-def _blind(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
+def _fully_masked(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
     """out, lse and largest score of rows that see no key."""
     nothing = q.new_full(q.shape[:3], -torch.inf)
     return [
@@ -216,12 +328,14 @@ def _blind(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
     ]
 
 
-def no_keys(query: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Out and lse of queries without any key."""
+def _fully_masked_rows(
+    query: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and largest score of queries that see no key, in the types that others have."""
     dtype = accumulation_dtype(query.dtype)
     sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
-    out, lse, _ = _blind(query.to(dtype), value, sink)
-    return out.to(query.dtype), lse
+    out, lse, highest = _fully_masked(query.to(dtype), value, sink)
+    return out.to(query.dtype), lse, highest
 
 
 def _modified(

@@ -16,10 +16,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flexcp.plan.load import Load
 from flexcp.plan.machine import Machine
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.traffic import elements_per_row
+from flexcp.plan.work_profile import WorkProfile
 from flexcp.schedule import Pass, Schedule, Transfers
 
 
@@ -30,7 +30,7 @@ class Cost:
     forward: float
     """Of the forward pass, until the slowest rank is done."""
     backward: float
-    """Likewise."""
+    """Of the backward pass, until the slowest rank is done."""
     compute: float
     """What the slowest rank would take for its work alone, both passes."""
     if_even: float
@@ -51,7 +51,7 @@ A group to which nothing happens begins and ends at once."""
 
 def price(
     schedule: Schedule,
-    load: Load,
+    profile: WorkProfile,
     machine: Machine,
     shape: AttentionShape,
     record: Recorder | None = None,
@@ -71,7 +71,7 @@ def price(
         ("backward", schedule.backward, machine.backward),
     ):
         if pairs is None or what.work is not schedule.forward.work:
-            pairs = load.of_tasks(what.work, what.rounds)
+            pairs = profile.of_tasks(what.work, what.rounds)
         work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
         compute += float(work.sum(0).max())
         if_even += float(work.sum(0).mean())
@@ -144,7 +144,7 @@ class _Links:
     """Seconds of transfers, by link."""
 
     def __init__(self, schedule: Schedule, machine: Machine, place: int, row_bytes: int) -> None:
-        ranks = torch.arange(schedule.groups.ranks) * schedule.inner + place
+        ranks = torch.arange(schedule.groups.ranks) * schedule.heads_group_size + place
         self._node = torch.div(ranks, machine.ranks_per_node, rounding_mode="floor")
         self.machine = machine
         self._row_bytes = row_bytes
@@ -181,27 +181,32 @@ def swaps(
     schedule: Schedule, machine: Machine, shape: AttentionShape
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds of swapping rows for heads before and after the rounds, in forward and backward."""
-    if schedule.inner == 1:
+    if schedule.heads_group_size == 1:
         return (0.0, 0.0), (0.0, 0.0)
-    inner, lanes = schedule.inner, schedule.layout.lanes
-    per_row = elements_per_row(schedule, shape) * lanes
+    group_size = schedule.heads_group_size
+    per_row = elements_per_row(schedule, shape) * schedule.layout.batch_elements
     own = int(schedule.layout.counts.max()) * per_row
     others = int(schedule.groups.counts.max()) * per_row - own
     mine = schedule.heads[_busiest(schedule)]
     all_kv = sum(len(s.kv) for s in schedule.heads)
     gather = others * (shape.q_bytes(len(mine.q)) + shape.kv_bytes(len(mine.kv)))
-    scatter = own * (shape.q_bytes(shape.num_heads) + shape.kv_bytes(all_kv)) * (inner - 1) // inner
+    scatter = (
+        own
+        * (shape.q_bytes(shape.num_heads) + shape.kv_bytes(all_kv))
+        * (group_size - 1)
+        // group_size
+    )
     q_in = others * shape.q_bytes(len(mine.q))
-    out_back = own * shape.out_bytes(shape.num_heads) * (inner - 1) // inner
-    q_out = own * shape.q_bytes(shape.num_heads) * (inner - 1) // inner
-    kv_back = own * shape.kv_bytes(all_kv) * (inner - 1) // inner
+    out_back = own * shape.out_bytes(shape.num_heads) * (group_size - 1) // group_size
+    q_out = own * shape.q_bytes(shape.num_heads) * (group_size - 1) // group_size
+    kv_back = own * shape.kv_bytes(all_kv) * (group_size - 1) // group_size
 
     def seconds(received: int, sent: int) -> float:
-        near = min(inner, machine.ranks_per_node)
-        far = (inner - near) / (inner - 1)
+        near = min(group_size, machine.ranks_per_node)
+        far = (group_size - near) / (group_size - 1)
         size = max(received, sent)
         wire = max(size * (1 - far) / machine.intra_bandwidth, size * far / machine.inter_bandwidth)
-        return wire + machine.latency + (inner - 1) * machine.message
+        return wire + machine.latency + (group_size - 1) * machine.message
 
     before = (seconds(gather, scatter), seconds(q_in, q_out))
     after = (

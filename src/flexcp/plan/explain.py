@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 def explain(plan: Plan) -> str:
     """Some lines of text: what was chosen, why, what it costs."""
     stats, layout = plan.stats(), plan.layout
-    runs = layout.rank.numel() / max(1, layout.ranks * layout.lanes)
+    runs = layout.rank.numel() / max(1, layout.ranks * layout.batch_elements)
     lines = [
         f"{plan.seq_len:,} tokens on {layout.ranks} ranks, priced for {plan.machine.name}",
         "",
         f"Layout {layout.name}: {int(layout.counts.min()):,} to {int(layout.counts.max()):,} "
         f"tokens per rank in {runs:.1f} runs on average"
-        + (f", another one for each of {layout.lanes} batch elements" if layout.lanes > 1 else ""),
+        + (
+            f", another one for each of {layout.batch_elements} batch elements"
+            if layout.batch_elements > 1
+            else ""
+        ),
         f"  work    {stats.imbalance:.3f} x the mean on the busiest rank "
         f"(no layout is below {stats.imbalance_lower_bound:.3f})",
         f"  rows    {max(stats.tokens_received_per_rank):,} of K and V at most are received, "
@@ -56,8 +60,10 @@ def _how_long(plan: Plan) -> str:
 def _schedule_text(schedule: Schedule) -> str:
     rounds = schedule.forward.rounds
     text = f"{schedule.name} in {rounds} round{'s' if rounds != 1 else ''}"
-    if schedule.inner > 1:
-        text += f", heads shared by {schedule.inner} ranks, {schedule.groups.ranks} groups"
+    if schedule.heads_group_size > 1:
+        text += (
+            f", heads shared by {schedule.heads_group_size} ranks, {schedule.groups.ranks} groups"
+        )
     return text
 
 
@@ -77,7 +83,7 @@ def plan_as_data(plan: Plan) -> dict[str, Any]:
         "machine": asdict(plan.machine),
         "layout": {
             "name": layout.name,
-            "lanes": layout.lanes,
+            "batch_elements": layout.batch_elements,
             "rank": layout.rank.tolist(),
             "start": layout.start.tolist(),
             "stop": layout.stop.tolist(),
@@ -92,7 +98,7 @@ def plan_as_data(plan: Plan) -> dict[str, Any]:
 def _schedule(schedule: Schedule) -> dict[str, Any]:
     return {
         "name": schedule.name,
-        "inner": schedule.inner,
+        "heads_group_size": schedule.heads_group_size,
         "groups": schedule.groups.ranks,
         "keeps_kv": schedule.keeps_kv,
         "heads": [

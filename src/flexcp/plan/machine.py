@@ -29,7 +29,7 @@ class Machine:
     intra_bandwidth: float
     """Bytes per second and rank and direction, within a node."""
     inter_bandwidth: float
-    """The same between nodes."""
+    """Bytes per second and rank and direction, between nodes."""
     latency: float
     """Seconds until a message of no size has arrived."""
     message: float

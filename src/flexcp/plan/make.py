@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from flexcp.errors import FlexCPError, whole_number
-from flexcp.grid import BlockGrid, BlockKind, build_block_grid
+from flexcp.grid import BlockGrid, BlockKind
+from flexcp.grid.analysis.measured import IndexOutsideError
+from flexcp.grid.memo import grid_of_mask
 from flexcp.layout import Layout
 from flexcp.masks import Mask, as_mask, trace_mask
 from flexcp.masks.graph import INPUTS, Ref
@@ -165,12 +167,15 @@ def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> Bl
     mask = as_mask(mask)
     _require_length(mask, seq_len)
     try:
-        return build_block_grid(
-            mask, seq_len, block_size=block_size, batch=shape.batch, heads=shape.num_heads
+        return grid_of_mask(
+            mask,
+            seq_len,
+            seq_len,
+            block_size=(block_size, block_size),
+            batch=shape.batch,
+            heads=shape.num_heads,
         )
-    except FlexCPError as error:
-        if "captured tensors" not in error.expected:
-            raise
+    except IndexOutsideError as error:
         raise FlexCPError(
             f"a mask for seq_len={seq_len}, batch={shape.batch} and num_heads={shape.num_heads}",
             f"{mask.name!r}, which captures a smaller tensor ({error.got})",
@@ -236,10 +241,15 @@ def _require_names(layout: str | Layout, schedule: str) -> None:
 def _require_layout(layout: str | Layout, seq_len: int, ranks: int, batch: int) -> None:
     if not isinstance(layout, Layout):
         return
-    if (layout.seq_len, layout.ranks) != (seq_len, ranks) or layout.lanes not in (1, batch):
-        lanes = f" with {layout.lanes} lanes" if layout.lanes > 1 else ""
+    if (layout.seq_len, layout.ranks) != (seq_len, ranks) or layout.batch_elements not in (
+        1,
+        batch,
+    ):
+        elements = (
+            f" with {layout.batch_elements} batch elements" if layout.batch_elements > 1 else ""
+        )
         raise FlexCPError(
             f"a layout of {seq_len} tokens on {ranks} ranks, for batch {batch}",
-            f"one of {layout.seq_len} tokens on {layout.ranks} ranks{lanes}",
+            f"one of {layout.seq_len} tokens on {layout.ranks} ranks{elements}",
             "make the layout for the sequence, mesh and batch of the plan",
         )

@@ -22,11 +22,17 @@ class Ranks:
     """How to reach the others, if that is known already."""
     mesh: Any = None
     """What was given."""
+    pickled: bool = False
+    """Whether there was a mesh until the plan was pickled: neither it nor the rank travels."""
 
     @property
     def size(self) -> int:
         """How many ranks."""
         return prod(self.shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing but the shape: the process that unpickles it may be another rank, or none."""
+        return Ranks, (self.shape, None, None, None, self.pickled or self.mesh is not None)
 
     def connected(self) -> Ranks:
         """The ranks with a way to reach each other, if they are those of a mesh."""

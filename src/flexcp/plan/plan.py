@@ -5,27 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexcp.comm.agreement import agree
+from flexcp.comm.agreement import Agreement
+from flexcp.comm.gather import gather_shards
 from flexcp.comm.interface import Transport
 from flexcp.errors import FlexCPError
-from flexcp.graph_handles import new_graph_handle
+from flexcp.graph_handles import numbered_handle
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
-from flexcp.plan import compiled
+from flexcp.plan import shard_ops
 from flexcp.plan.cost import Cost
 from flexcp.plan.explain import explain, plan_as_data
 from flexcp.plan.machine import Machine
+from flexcp.plan.memo import PlanMemo
 from flexcp.plan.mesh import Ranks
+from flexcp.plan.rank_sizes import RankSizes
 from flexcp.plan.shape import AttentionShape
-from flexcp.plan.sizes import Sizes
 from flexcp.plan.stats import Stats, make_stats
+from flexcp.plan.styles import UnappliedStyles
 from flexcp.schedule import Schedule, check_schedule
 
 
@@ -62,23 +65,43 @@ class Plan:
     others, cheapest first."""
     rows: int | None = field(init=False, repr=False)
     """How many rows this rank owns; None if the plan was made from numbers."""
-    sizes: Mapping[str, Sizes] = field(init=False, repr=False)
-    """What this rank holds during attention under every mask; empty likewise."""
-    graph_handle: Tensor | None = field(init=False, repr=False)
+    sizes: Mapping[str, RankSizes] = field(init=False, repr=False)
+    """What this rank holds during attention under every mask; empty if the plan was
+    made from numbers."""
+    graph_handle: Tensor = field(init=False, repr=False)
     """Stands for the plan inside compiled graphs; see `flexcp.graph_handles`."""
+    memo: PlanMemo = field(init=False, repr=False)
+    """What running the plan takes and is worked out once: programs of ranks, facts to agree on."""
+    unapplied_styles: UnappliedStyles = field(
+        init=False, repr=False, default_factory=UnappliedStyles
+    )
+    """Parallel styles that were made with this plan and that no module has yet."""
 
     def __post_init__(self) -> None:
         rank, heads = self.ranks.rank, (self.shape.num_heads, self.shape.num_kv_heads)
         sizes = {}
         if rank is not None:
-            sizes = {name: Sizes.of(s, rank, *heads) for name, s in self.schedules.items()}
+            sizes = {name: RankSizes.of(s, rank, *heads) for name, s in self.schedules.items()}
         found = {
             "rows": None if rank is None else int(self.layout.counts[rank]),
             "sizes": sizes,
-            "graph_handle": new_graph_handle(self),
+            "graph_handle": numbered_handle(self),
+            "memo": PlanMemo(),
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """All that was decided travels; the mesh, the rank and what was worked out do not."""
+        return Plan, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+    def __copy__(self) -> Plan:
+        """The plan itself: it never changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """The plan itself: a copied module goes on with the mesh of the original."""
+        return self
 
     @property
     def seq_len(self) -> int:
@@ -108,14 +131,20 @@ class Plan:
 
     def positions(self, rank: int | None = None) -> Tensor:
         """int64 [L] Global positions of a rank's rows; [B, L] if batch elements differ."""
+        if rank is None:  # this rank's own: to shard a tensor by
+            self.unapplied_styles.require_applied("plan.positions")
         return self.layout.positions(self._rank(rank))
 
     def shard(self, x: Tensor, dim: int, *, rank: int | None = None, batch_dim: int = 0) -> Tensor:
-        """This rank's rows of a full tensor; differentiable."""
+        """This rank's rows of a full tensor; differentiable.
+
+        A ContextParallel that was made with the plan has to be applied to a module before.
+        """
         if torch.compiler.is_compiling() and rank is None and self.rows is not None:
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            local: Tensor = compiled.shard(x, self.compiler_handle, *where, self.rows)
+            local: Tensor = shard_ops.shard(x, self.graph_handle, *where, self.rows)
             return local
+        self.unapplied_styles.require_applied("plan.shard")
         return self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
 
     def unshard(self, x: Tensor, dim: int, *, batch_dim: int = 0) -> Tensor:
@@ -128,35 +157,59 @@ class Plan:
         self.require_mesh()
         if torch.compiler.is_compiling():
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            full: Tensor = compiled.unshard(x, self.compiler_handle, *where, self.seq_len)
+            full: Tensor = shard_ops.unshard(x, self.graph_handle, *where, self.seq_len)
             return full
-        parts = _Gather.apply(  # type: ignore[no-untyped-call]
-            x, dim % x.dim(), self._rank(None), self.ranks.transport, self.layout, self._layout_text
-        )
+        self._agree_to_unshard(x, dim % x.dim())
+        parts = gather_shards(x, dim % x.dim(), self.layout.counts.tolist(), self.transport)
         return self.layout.restore(parts, dim, batch_dim=batch_dim)
 
+    def _agree_to_unshard(self, x: Tensor, dim: int) -> None:
+        """Raises on every rank unless all pass rows of the same kind of tensor."""
+        rank, transport = self._rank(None), self.transport
+        if x.shape[dim] != self.rows:
+            error = FlexCPError(
+                f"{self.rows} rows along dim {dim}, as rank {rank} owns",
+                f"shape {tuple(x.shape)}",
+                "pass the rows that plan.shard gives this rank",
+            )
+            transport.refuse(str(error))
+            raise error
+        sizes = ["rows" if i == dim else str(n) for i, n in enumerate(x.shape)]
+        transport.compare(
+            Agreement(
+                "unshard the same",
+                {"type": str(x.dtype), "shape": ", ".join(sizes), "layout": self._layout_text},
+                "call plan.unshard with the same plan and the same kind of tensor on every rank",
+            )
+        )
+
+    @property
+    def transport(self) -> Transport:
+        """How this rank reaches the others; raises as `require_mesh` does if it can't."""
+        self.require_mesh()
+        assert self.ranks.transport is not None
+        return self.ranks.transport
+
     def require_mesh(self) -> None:
-        """Raises if the plan was made from numbers, so that there is nobody to run it with."""
+        """Raises if the plan was made from numbers, or pickled: there is nobody to run it with."""
         if self.ranks.rank is None or self.ranks.transport is None:
+            pickled, numbers = "pickled, which drops the mesh", "made from numbers"
             raise FlexCPError(
                 "a plan that was made with a mesh",
-                f"one for {self.ranks.size} ranks that was made from numbers",
+                f"one for {self.ranks.size} ranks that was "
+                + (pickled if self.ranks.pickled else numbers),
                 "call flexcp.make_plan with a DeviceMesh, or with the mesh that testing.simulate "
                 "gives",
             )
-
-    @property
-    def compiler_handle(self) -> Tensor:
-        """The handle, for use inside a compiled graph."""
-        assert self.graph_handle is not None, "plans are made outside of graphs"
-        return self.graph_handle
 
     def _rank(self, rank: int | None) -> int:
         if rank is not None:
             return rank
         if self.ranks.rank is None:
+            pickled = "pickled, which drops the rank"
+            numbers = "made for a number of ranks and not for one of them"
             raise FlexCPError(
-                "a rank, since the plan was made for a number of ranks and not for one of them",
+                f"a rank, since the plan was {pickled if self.ranks.pickled else numbers}",
                 "none",
                 "pass rank=, or make the plan with a mesh",
             )
@@ -210,7 +263,8 @@ class Plan:
             "layout": self._layout_text,
             "shape": str(asdict(self.shape)),
             "schedules": {
-                n: (s.name, s.inner, len(s.forward.moves)) for n, s in self.schedules.items()
+                n: (s.name, s.heads_group_size, len(s.forward.moves))
+                for n, s in self.schedules.items()
             },
             "runs": {
                 n: [[int(_mixed(x)) for x in (r.row, r.start, r.stop, r.kind)] for r in g.runs]
@@ -227,45 +281,3 @@ class Plan:
 def _mixed(x: Tensor) -> Tensor:
     """A sum to which every entry adds in its own way, so that their order counts."""
     return (x.long() * (2 * torch.arange(x.numel()) + 1)).sum()
-
-
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks; the gradient of the own part is the own gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dim: int,
-        rank: int,
-        transport: Transport,
-        layout: Layout,
-        fingerprint: str,
-    ) -> tuple[Tensor, ...]:
-        ctx.rank = rank
-        shapes = []
-        for count in layout.counts.tolist():
-            shape = list(x.shape)
-            shape[dim] = count
-            shapes.append(shape)
-        if list(x.shape) != shapes[rank]:
-            error = FlexCPError(
-                f"{shapes[rank][dim]} rows along dim {dim}, as rank {rank} owns",
-                f"shape {tuple(x.shape)}",
-                "pass the rows that plan.shard gives this rank",
-            )
-            transport.refuse(str(error))
-            raise error
-        sizes = ["rows" if i == dim else str(n) for i, n in enumerate(x.shape)]
-        agree(
-            transport,
-            "unshard the same",
-            {"type": str(x.dtype), "shape": ", ".join(sizes), "layout": fingerprint},
-            "call plan.unshard with the same plan and the same kind of tensor on every rank",
-        )
-        parts = transport.all_gather(x.detach().contiguous(), shapes)
-        return tuple(x.clone() if r == rank else part for r, part in enumerate(parts))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[ctx.rank], None, None, None, None, None

@@ -33,16 +33,20 @@ LAYOUTS = ("auto", "contiguous", "head_tail", "striped", "per_document", "ptrr",
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be planned."""
+    """Masks, ranks, shape and machine: all that layouts and schedules are chosen by."""
 
     grids: Mapping[str, BlockGrid]
+    """The block grid of every mask, by name."""
     ranks: Ranks
+    """Who shares the sequence."""
     shape: AttentionShape
+    """Heads, head dimension, type and batch."""
     machine: Machine
+    """What compute and transfers cost."""
 
     @property
     def seq_len(self) -> int:
-        """Tokens."""
+        """How many tokens the sequence has."""
         return next(iter(self.grids.values())).q_len
 
     @property
@@ -56,13 +60,13 @@ class Problem:
         row = self.shape.kv_bytes(self.shape.num_kv_heads) * self.shape.batch
         return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
 
-    def seconds_from_other_nodes(self, rows: float, inner: int) -> float:
+    def seconds_from_other_nodes(self, rows: float, group_size: int) -> float:
         """What so many rows of K and V take, of which a rank's own node has a share, to arrive.
 
-        `inner` ranks share the heads, so that each receives its part of them.
+        `group_size` ranks share the heads, so that each receives its part of them.
         """
         near = min(self.machine.ranks_per_node, self.ranks.size) / self.ranks.size * self.seq_len
-        row = self.shape.kv_bytes(-(-self.shape.num_kv_heads // inner)) * self.shape.batch
+        row = self.shape.kv_bytes(-(-self.shape.num_kv_heads // group_size)) * self.shape.batch
         return max(0.0, rows - near) * row / self.machine.inter_bandwidth
 
 
@@ -100,7 +104,7 @@ def _by_work(name: str, work: Work, ranks: int, *, exact_counts: bool = False) -
     return per_document_head_tail(edges.diff().tolist(), ranks)
 
 
-def split_groups(groups: Layout, inner: int) -> Layout:
+def split_groups(groups: Layout, group_size: int) -> Layout:
     """Each group's rows, shared evenly by its ranks in order.
 
     >>> split_groups(contiguous(8, 2), 2).positions(1)
@@ -108,7 +112,9 @@ def split_groups(groups: Layout, inner: int) -> Layout:
     """
     rows: list[torch.Tensor] = []
     for group in range(groups.ranks):
-        own = groups.rows_of(group).view(groups.lanes, -1)
-        edges = even_edges(own.shape[1], inner).tolist()
+        own = groups.rows_of(group).view(groups.batch_elements, -1)
+        edges = even_edges(own.shape[1], group_size).tolist()
         rows.extend(own[:, a:b].reshape(-1) for a, b in pairwise(edges))
-    return Layout.of_rows(rows, seq_len=groups.seq_len, lanes=groups.lanes, name=groups.name)
+    return Layout.of_rows(
+        rows, seq_len=groups.seq_len, batch_elements=groups.batch_elements, name=groups.name
+    )

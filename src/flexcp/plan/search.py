@@ -10,11 +10,11 @@ import torch
 
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, area_per_rank, dealt
-from flexcp.layout.balance.fill import fold
+from flexcp.layout.balance.fold import fold
 from flexcp.layout.needed_rows import rows_in_tiles
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost, price
-from flexcp.plan.prepared import Prepared
+from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.problem import Problem, named_layout, split_groups
 from flexcp.schedule import Schedule, make_schedule
 
@@ -24,7 +24,8 @@ _DENSE = 0.2
 _CHUNKS, _MOST_LINES = 8, 1 << 21
 """Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
 _MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 15, 1 << 17
-"""The same for single blocks: how many, times groups; and under masks by which all need all."""
+"""Most blocks, times groups, for which single blocks are dealt out; and under masks by which all
+ranks need all rows."""
 _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
 _FLAT = 1.001
@@ -55,23 +56,23 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Sum over all masks."""
+        """Predicted seconds, over all masks."""
         return sum(c.seconds for c in self.costs.values())
 
     @property
     def compute(self) -> float:
-        """The same without transfers."""
+        """Seconds of compute alone, over all masks."""
         return sum(c.compute for c in self.costs.values())
 
     @property
     def if_even(self) -> float:
-        """The same if all had the same work and nothing were waited for."""
+        """Seconds over all masks without load imbalance and without exposed communication."""
         return sum(c.if_even for c in self.costs.values())
 
     @property
-    def inner(self) -> int:
+    def group_size(self) -> int:
         """Ranks that share heads."""
-        return next(iter(self.schedules.values())).inner
+        return next(iter(self.schedules.values())).heads_group_size
 
     @property
     def keeps_much(self) -> bool:
@@ -79,7 +80,7 @@ class Candidate:
         return any(
             s.keeps_kv
             and int(s.forward.moves.received(s.groups.ranks).max())
-            > int(s.groups.counts.max()) * s.groups.lanes
+            > int(s.groups.counts.max()) * s.groups.batch_elements
             for s in self.schedules.values()
         )
 
@@ -92,12 +93,12 @@ class Candidate:
 
 def describe(schedule: Schedule) -> str:
     """The schedule's name, with its parts for a hybrid."""
-    how = schedule.between
+    how = schedule.outer_schedule
     if schedule.keeps_kv and how == "exchange":
         how += " at once, kept" if schedule.forward.rounds == 1 else ", kept"
     if schedule.name != "hybrid":
         return how
-    return f"hybrid {schedule.groups.ranks} x {schedule.inner} ({how})"
+    return f"hybrid {schedule.groups.ranks} x {schedule.heads_group_size} ({how})"
 
 
 def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candidate]:
@@ -106,27 +107,29 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     chosen = (
         layout if isinstance(layout, Layout) else named_layout(layout, problem, problem.ranks.size)
     )
-    ready = Prepared.of(problem, chosen, schedule)
+    loads = LayoutLoads.of(problem, chosen, schedule)
     found: list[Candidate] = []
-    for inner in splits:
-        if not found or not _cannot_win(problem, found, ready, inner):
-            found.extend(_options(problem, ready, inner, schedule))
-    inner = min(found, key=lambda c: c.seconds).inner
-    if layout in ("auto", "balanced") and ready.is_uneven(inner, _EVEN) and inner > 1:
-        again = split_groups(named_layout("balanced", problem, problem.ranks.size // inner), inner)
-        ready = Prepared.of(problem, again, schedule)
-        found.extend(_options(problem, ready, inner, schedule))
-    if layout == "auto" and problem.ranks.size > 1 and chosen.lanes == 1:
-        tried = [n for n in dict.fromkeys((inner, 1)) if n in splits]
-        if ready.asks_for(_DENSE):
+    for group_size in splits:
+        if not found or not _cannot_win(problem, found, loads, group_size):
+            found.extend(_options(problem, loads, group_size, schedule))
+    group_size = min(found, key=lambda c: c.seconds).group_size
+    if layout in ("auto", "balanced") and loads.is_uneven(group_size, _EVEN) and group_size > 1:
+        again = split_groups(
+            named_layout("balanced", problem, problem.ranks.size // group_size), group_size
+        )
+        loads = LayoutLoads.of(problem, again, schedule)
+        found.extend(_options(problem, loads, group_size, schedule))
+    if layout == "auto" and problem.ranks.size > 1 and chosen.batch_elements == 1:
+        tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
+        if loads.asks_for(_DENSE):
             found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
-        less_local = _priced(problem, _folded(problem, ready), tried, found, schedule)
+        less_local = _priced(problem, _folded(problem, loads), tried, found, schedule)
         for split in tried:
-            groups = _blocks_dealt_to_groups(problem, ready, split, found)
+            groups = _blocks_dealt_to_groups(problem, loads, split, found)
             if groups is not None:
-                prepared = Prepared.of(problem, split_groups(groups, split), schedule, split)
-                less_local.extend(_options(problem, prepared, split, schedule, few=True))
-        if _is_plain(ready.layout):  # a halo exchange, say: it stays one unless much is gained
+                of_groups = LayoutLoads.of(problem, split_groups(groups, split), schedule, split)
+                less_local.extend(_options(problem, of_groups, split, schedule, few=True))
+        if _is_plain(loads.layout):  # a halo exchange, say: it stays one unless much is gained
             best = min(c.seconds for c in found)
             less_local = [c for c in less_local if c.seconds * _HARDLY_MORE < best]
         found.extend(less_local)
@@ -143,12 +146,12 @@ def _priced(
     """The candidates of another layout, if there is one, with all splits that may be cheaper."""
     if layout is None:
         return []
-    prepared = Prepared.of(problem, layout, schedule)
+    loads = LayoutLoads.of(problem, layout, schedule)
     return [
         candidate
-        for inner in splits
-        if not _cannot_win(problem, found, prepared, inner)
-        for candidate in _options(problem, prepared, inner, schedule)
+        for group_size in splits
+        if not _cannot_win(problem, found, loads, group_size)
+        for candidate in _options(problem, loads, group_size, schedule)
     ]
 
 
@@ -160,9 +163,9 @@ def _modest_first(found: list[Candidate]) -> list[Candidate]:
     return [found[first], *found[:first], *found[first + 1 :]]
 
 
-def _folded(problem: Problem, ready: Prepared) -> Layout | None:
+def _folded(problem: Problem, loads: LayoutLoads) -> Layout | None:
     """Perfectly even, where the balanced layout is in plain order and a little uneven."""
-    if not _is_plain(ready.layout) or not ready.is_uneven(1, _FLAT):
+    if not _is_plain(loads.layout) or not loads.is_uneven(1, _FLAT):
         return None
     return fold(Work.of(list(problem.grids.values())), problem.ranks.size)
 
@@ -186,20 +189,20 @@ def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
 
 
 def _blocks_dealt_to_groups(
-    problem: Problem, ready: Prepared, inner: int, found: Sequence[Candidate]
+    problem: Problem, loads: LayoutLoads, group_size: int, found: Sequence[Candidate]
 ) -> Layout | None:
-    """Single blocks, dealt out to groups of `inner` ranks by their work, if that may be cheaper.
+    """Single blocks, dealt out to groups of ranks by their work, if that may be cheaper.
 
     Groups receive more than under the balanced layout, but have the same to do in every round.
     """
     ranks, machine = problem.ranks.size, problem.machine
-    groups = ranks // inner
+    groups = ranks // group_size
     size = -(-problem.seq_len // problem.block) * groups
-    most = _MOST_DENSE_BLOCKS if ready.asks_for(_DENSE) else _MOST_BLOCKS
+    most = _MOST_DENSE_BLOCKS if loads.asks_for(_DENSE) else _MOST_BLOCKS
     if groups == 1 or size > most:
         return None
     best = min(c.seconds for c in found)
-    same = [c for c in found if c.inner == inner and c.seconds < _FAR * best]
+    same = [c for c in found if c.group_size == group_size and c.seconds < _FAR * best]
     floor = min((c.if_even for c in same), default=best)
     if floor * _GOOD >= best:
         return None
@@ -207,12 +210,12 @@ def _blocks_dealt_to_groups(
     if int(layout.counts.max()) * groups > _EVEN * problem.seq_len:
         return None  # too few blocks
     received = rows_in_tiles(list(problem.grids.values()), layout).double()
-    if inner == 1 and ranks > machine.ranks_per_node and ready.needs:
-        least = [needs.received.double() for needs in ready.needs.values()]
+    if group_size == 1 and ranks > machine.ranks_per_node and loads.needs:
+        least = [needs.received.double() for needs in loads.needs.values()]
         for of in (torch.max, torch.sum):
             if float(of(received)) > _MORE_ROWS * max(float(of(rows)) for rows in least):
                 return None
-    wire = _SEEN * problem.seconds_from_other_nodes(float(received.max()), inner)
+    wire = _SEEN * problem.seconds_from_other_nodes(float(received.max()), group_size)
     # Rows come in forward; in backward they may be kept, but their gradients leave.
     return layout if max(2 * wire, floor + (1 - machine.hidden) * 2 * wire) < best else None
 
@@ -242,14 +245,14 @@ def _splits(problem: Problem, schedule: str) -> list[int]:
 
 
 def _options(
-    problem: Problem, prepared: Prepared, inner: int, schedule: str, *, few: bool = False
+    problem: Problem, loads: LayoutLoads, group_size: int, schedule: str, *, few: bool = False
 ) -> list[Candidate]:
     """Each kind of schedule for all masks; with several masks, also the cheapest for each."""
     table: dict[str, dict[str, tuple[Cost, Schedule]]] = {}
     for name in problem.grids:
-        load = prepared.load_of(name, inner)
-        for option in _schedules(problem, prepared, name, inner, schedule, few):
-            cost = price(option, load, problem.machine, problem.shape)
+        work = loads.work_of(name, group_size)
+        for option in _schedules(problem, loads, name, group_size, schedule, few):
+            cost = price(option, work, problem.machine, problem.shape)
             table.setdefault(describe(option), {})[name] = (cost, option)
     complete = [row for row in table.values() if len(row) == len(problem.grids)]
     if len(problem.grids) > 1:
@@ -261,7 +264,7 @@ def _options(
         )
     return [
         Candidate(
-            prepared.layout,
+            loads.layout,
             {n: s for n, (_, s) in row.items()},
             {n: c for n, (c, _) in row.items()},
         )
@@ -274,9 +277,9 @@ def _seconds(priced: tuple[Cost, Schedule]) -> float:
 
 
 def _schedules(
-    problem: Problem, prepared: Prepared, mask: str, inner: int, schedule: str, few: bool
+    problem: Problem, loads: LayoutLoads, mask: str, group_size: int, schedule: str, few: bool
 ) -> Iterator[Schedule]:
-    layout, groups = prepared.layout, problem.ranks.size // inner
+    layout, groups = loads.layout, problem.ranks.size // group_size
     make = partial(
         make_schedule,
         grids=[problem.grids[mask]],
@@ -284,41 +287,47 @@ def _schedules(
         num_heads=problem.shape.num_heads,
         num_kv_heads=problem.shape.num_kv_heads,
     )
-    if not prepared.needs:
+    if not loads.needs:
         yield make(schedule)
         return
     if groups == 1 and schedule != "hybrid" and layout.ranks > 1:
         yield make("ulysses")
         return
-    name = "hybrid" if inner > 1 or schedule == "hybrid" else "exchange"
-    needs = prepared.needs_of(mask, inner)
-    plain = make(name, inner=inner, needs=needs)
+    name = "hybrid" if group_size > 1 or schedule == "hybrid" else "exchange"
+    needs = loads.needs_of(mask, group_size)
+    plain = make(name, heads_group_size=group_size, needs=needs)
     yield plain
     if schedule not in ("auto", "hybrid") or groups == 1:
         return
     # Nothing beats an all-gather like gathering only what is needed.
-    yield plain.keeping()
+    yield plain.with_kept_kv()
     if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
         return
-    yield make(name, inner=inner, needs=needs, keep=True, at_once=True)
+    yield make(name, heads_group_size=group_size, needs=needs, keep=True, at_once=True)
     if needs.exceed(_DENSE) and groups <= _RING:
-        yield make("ring" if name == "exchange" else name, inner=inner, between="ring")
+        yield make(
+            "ring" if name == "exchange" else name,
+            heads_group_size=group_size,
+            outer_schedule="ring",
+        )
 
 
-def _cannot_win(problem: Problem, found: Sequence[Candidate], ready: Prepared, inner: int) -> bool:
+def _cannot_win(
+    problem: Problem, found: Sequence[Candidate], loads: LayoutLoads, group_size: int
+) -> bool:
     """Whether a split can't be cheaper than the best so far, whatever its schedule."""
     best = min(found, key=lambda c: c.seconds)
     shape, machine = problem.shape, problem.machine
     share = problem.seq_len / problem.ranks.size * shape.batch
-    if inner == 1:
+    if group_size == 1:
         # Rows that come from other nodes, once forward and once as gradients.
-        most = (float(needs.received.max()) for needs in ready.needs.values())
-        wire = 2 * sum(problem.seconds_from_other_nodes(rows, inner) for rows in most)
+        most = (float(needs.received.max()) for needs in loads.needs.values())
+        wire = 2 * sum(problem.seconds_from_other_nodes(rows, group_size) for rows in most)
         return max(wire, best.compute * 0.98 + (1 - machine.hidden) * wire) >= best.seconds
-    moved = share * (inner - 1) / inner * shape.q_bytes(shape.num_heads) * 4
-    near = min(inner, machine.ranks_per_node)
-    far = (inner - near) / (inner - 1)
+    moved = share * (group_size - 1) / group_size * shape.q_bytes(shape.num_heads) * 4
+    near = min(group_size, machine.ranks_per_node)
+    far = (group_size - near) / (group_size - 1)
     wire = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
-    heads = -(-shape.num_heads // inner) * inner / shape.num_heads
+    heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
     least = len(problem.grids) * wire + best.compute * heads * 0.98
     return least >= best.seconds

@@ -27,11 +27,11 @@ class AttentionShape:
         return 2 * heads * self.head_dim * self.dtype.itemsize
 
     def q_bytes(self, heads: int) -> int:
-        """Q, its gradient or the output's, likewise."""
+        """Q, dQ or dO of one token of one batch element, for some query heads."""
         return heads * self.head_dim * self.dtype.itemsize
 
     def out_bytes(self, heads: int) -> int:
-        """Output and its lse, likewise."""
+        """Output and its lse, of one token of one batch element, for some query heads."""
         return self.q_bytes(heads) + max(4, self.dtype.itemsize) * heads
 
     @property

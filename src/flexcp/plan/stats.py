@@ -90,7 +90,7 @@ def make_stats(
     return Stats(
         tuple(areas.tolist()),
         float(areas.max()) / mean if mean else 1.0,
-        imbalance_bound(_lanes(grids, first.layout.lanes), first.groups.ranks),
+        imbalance_bound(_works(grids, first.layout.batch_elements), first.groups.ranks),
         tuple(sum(t.kv_rows for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.forward for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.backward for t in moved).tolist()),  # type: ignore[union-attr]
@@ -103,17 +103,17 @@ def make_stats(
     )
 
 
-def _lanes(grids: Mapping[str, BlockGrid], lanes: int) -> list[Work]:
-    """The work that one layout is for, for each that there is."""
+def _works(grids: Mapping[str, BlockGrid], elements: int) -> list[Work]:
+    """The work of the whole batch, or of each batch element that has a layout of its own."""
     every = list(grids.values())
-    return [Work.of(every)] if lanes == 1 else [Work.of(every, lane) for lane in range(lanes)]
+    return [Work.of(every)] if elements == 1 else [Work.of(every, b) for b in range(elements)]
 
 
 def areas_of(grid: BlockGrid, schedule: Schedule) -> Tensor:
     """int64 [ranks] Exact pairs of each rank, for the heads that it computes."""
-    if schedule.inner == 1:
+    if schedule.heads_group_size == 1:
         return area_per_rank([grid], schedule.layout)
-    found = torch.zeros(schedule.groups.ranks, schedule.inner, dtype=torch.int64)
+    found = torch.zeros(schedule.groups.ranks, schedule.heads_group_size, dtype=torch.int64)
     known: dict[tuple[int, ...], Tensor] = {}
     for place, heads in enumerate(schedule.heads):
         of = grid.planes.of[:, heads.q.start : heads.q.stop]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flexcp.plan.cost import price, swaps
-from flexcp.plan.load import Load
 from flexcp.plan.plan import Plan
+from flexcp.plan.work_profile import WorkProfile
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,8 @@ class Spans:
     begin: Tensor
     """float64 [rounds, groups] Seconds from the beginning of the pass."""
     end: Tensor
-    """float64 [rounds, groups] Likewise; where it equals `begin`, nothing happens."""
+    """float64 [rounds, groups] Seconds from the beginning of the pass; where it equals `begin`,
+    nothing happens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +59,8 @@ def timeline(plan: Plan, mask: str | None = None) -> Timeline:
     def record(passing: str, kind: str, round_: int, begin: Tensor, end: Tensor) -> None:
         kept.setdefault((passing, kind), []).append((round_, begin, end))
 
-    load = Load.of([plan.grids[name]], schedule.groups)
-    cost = price(schedule, load, plan.machine, plan.shape, record)
+    profile = WorkProfile.of([plan.grids[name]], schedule.groups)
+    cost = price(schedule, profile, plan.machine, plan.shape, record)
     before, after = swaps(schedule, plan.machine, plan.shape)
     lead = dict(zip(("forward", "backward"), before, strict=True))
     tail = dict(zip(("forward", "backward"), after, strict=True))
@@ -69,7 +70,7 @@ def timeline(plan: Plan, mask: str | None = None) -> Timeline:
         begin = torch.stack([b for _, b, _ in events]) + lead[passing]
         end = torch.stack([e for _, _, e in events]) + lead[passing]
         spans.append(Spans(passing, kind, tuple(r for r, _, _ in events), begin, end))
-    if schedule.inner > 1:
+    if schedule.heads_group_size > 1:
         for passing, whole in total.items():
             edges = torch.tensor(
                 [[0.0, lead[passing]], [whole - tail[passing], whole]], dtype=torch.float64

@@ -28,28 +28,28 @@ class Traffic:
 
 def elements_per_row(schedule: Schedule, shape: AttentionShape) -> int:
     """Batch elements that a row of the layout stands for."""
-    return shape.batch if schedule.layout.lanes == 1 else 1
+    return shape.batch if schedule.layout.batch_elements == 1 else 1
 
 
 def traffic(schedule: Schedule, shape: AttentionShape) -> Traffic:
     """Counts a schedule's transfers, those within groups included."""
-    inner, groups = schedule.inner, schedule.groups.ranks
+    group_size, groups = schedule.heads_group_size, schedule.groups.ranks
     per_row = elements_per_row(schedule, shape)
-    lanes = schedule.layout.lanes
+    batch_elements = schedule.layout.batch_elements
     kv = torch.tensor([shape.kv_bytes(len(s.kv)) for s in schedule.heads]).repeat(groups)
     kv_used = torch.tensor([len(s.q) > 0 for s in schedule.heads]).repeat(groups)
 
     def rows(table: Transfers) -> Tensor:
-        return table.received(groups).repeat_interleave(inner)
+        return table.received(groups).repeat_interleave(group_size)
 
     kv_rows = rows(schedule.forward.moves) * kv_used
     forward = kv_rows * kv * per_row
-    held = _rows_held(schedule).repeat_interleave(inner) * kv_used * kv * per_row
+    held = _rows_held(schedule).repeat_interleave(group_size) * kv_used * kv * per_row
     back_rows = rows(schedule.backward.moves) + rows(schedule.backward.returns)
     backward = back_rows * kv * kv_used * per_row
-    if inner > 1:
-        own = schedule.layout.counts * lanes
-        others = (schedule.groups.counts * lanes).repeat_interleave(inner) - own
+    if group_size > 1:
+        own = schedule.layout.counts * batch_elements
+        others = (schedule.groups.counts * batch_elements).repeat_interleave(group_size) - own
         q = torch.tensor([shape.q_bytes(len(s.q)) for s in schedule.heads]).repeat(groups)
         out = torch.tensor([shape.out_bytes(len(s.q)) for s in schedule.heads])
         back = torch.tensor([len(s.kv) for s in schedule.heads])

@@ -39,7 +39,7 @@ def check_schedule(
         schedule: What to prove.
         grids: The masks that it computes.
         num_heads: Query heads that there are; if not given, those that the slices have.
-        num_kv_heads: Key-value heads, likewise.
+        num_kv_heads: Key-value heads that there are; if not given, those that the slices have.
 
     >>> import flexcp
     >>> from flexcp.layout import contiguous
@@ -65,29 +65,29 @@ def check_schedule(
 
 def _check_tokens(schedule: Schedule, grids: Sequence[BlockGrid]) -> None:
     """Layout, groups and masks are about the same tokens."""
-    layout, inner = schedule.layout, schedule.inner
+    layout, group_size = schedule.layout, schedule.heads_group_size
     for grid in grids:
         if (grid.q_len, grid.kv_len) != (layout.seq_len, layout.seq_len):
             raise _wrong(
                 f"masks of the layout's {layout.seq_len} tokens",
                 f"one of {grid.q_len} x {grid.kv_len}",
             )
-        if layout.lanes not in (1, grid.batch):
+        if layout.batch_elements not in (1, grid.batch):
             raise _wrong(
                 "one layout for all batch elements, or one for each",
-                f"{layout.lanes} for {grid.batch} of them",
+                f"{layout.batch_elements} for {grid.batch} of them",
             )
-    if inner < 1 or layout.ranks % inner:
-        raise _wrong(f"groups that divide {layout.ranks} ranks", f"groups of {inner}")
-    if schedule.groups != grouped(layout, inner):
+    if group_size < 1 or layout.ranks % group_size:
+        raise _wrong(f"groups that divide {layout.ranks} ranks", f"groups of {group_size}")
+    if schedule.groups != grouped(layout, group_size):
         raise _wrong("groups that hold the rows of their ranks", "other rows in a group")
 
 
 def _check_heads(schedule: Schedule, num_heads: int | None, num_kv_heads: int | None) -> None:
     """Each query head is computed once, with the kv head that it belongs to."""
     slices = schedule.heads
-    if len(slices) != schedule.inner:
-        raise _wrong(f"{schedule.inner} slices of heads", f"{len(slices)}")
+    if len(slices) != schedule.heads_group_size:
+        raise _wrong(f"{schedule.heads_group_size} slices of heads", f"{len(slices)}")
     if any(r.step != 1 for s in slices for r in (s.q, s.kv)):
         raise _wrong("slices of consecutive heads", "one that leaves some out")
     heads = [h for s in slices for h in s.q]
@@ -260,8 +260,8 @@ def _first_overlap(rank: Tensor, start: Tensor, stop: Tensor) -> tuple[int, int]
         return None
     wide = int(stop.max()) + 1
     key, order = torch.sort(rank * wide + start)
-    reach = torch.cummax((rank * wide + stop)[order], dim=0).values
-    bad = torch.nonzero(key[1:] < reach[:-1]).squeeze(1)
+    covered = torch.cummax((rank * wide + stop)[order], dim=0).values
+    bad = torch.nonzero(key[1:] < covered[:-1]).squeeze(1)
     if bad.numel() == 0:
         return None
     return divmod(int(key[1:][bad[0]]), wide)

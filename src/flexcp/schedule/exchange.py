@@ -23,7 +23,7 @@ def exchange(needs: Needs, *, at_once: bool = False) -> tuple[Pass, Pass]:
         at_once: Fetch everything in one round before any work, as an all-gather does.
     """
     layout = needs.layout
-    limit = max(1, int(layout.counts.max()) * layout.lanes)
+    limit = max(1, int(layout.counts.max()) * layout.batch_elements)
     user, owner, start, stop = needs.by_owner
     distance = (user - owner) % max(layout.ranks, 1)
     rounds_of = _rounds(distance, user, stop - start, layout.ranks, limit)

@@ -26,8 +26,8 @@ def make_schedule(
     *,
     num_heads: int = 1,
     num_kv_heads: int | None = None,
-    inner: int = 1,
-    between: str = "exchange",
+    heads_group_size: int = 1,
+    outer_schedule: str = "exchange",
     keep: bool = False,
     at_once: bool = False,
     needs: Needs | None = None,
@@ -40,8 +40,8 @@ def make_schedule(
         layout: Who owns which rows.
         num_heads: Query heads.
         num_kv_heads: Key-value heads; as many as query heads if not given.
-        inner: For hybrid: how many consecutive ranks share the heads.
-        between: For hybrid: what runs between groups.
+        heads_group_size: For hybrid: how many consecutive ranks share the heads.
+        outer_schedule: For hybrid: what runs between groups.
         keep: For exchange: keep what forward received for backward, which then only sends gradients
             home. That needs memory for these rows, like an all-gather, but not for more.
         at_once: For exchange: fetch everything before any work.
@@ -59,21 +59,21 @@ def make_schedule(
             f"a schedule among {', '.join(SCHEDULES)}", repr(name), "pass one of those, or 'auto'"
         )
     if name == "ulysses":
-        inner, between = layout.ranks, "ulysses"
+        heads_group_size, outer_schedule = layout.ranks, "ulysses"
     elif name != "hybrid":
-        inner, between = 1, name
-    if inner < 1 or layout.ranks % inner:
+        heads_group_size, outer_schedule = 1, name
+    if heads_group_size < 1 or layout.ranks % heads_group_size:
         raise FlexCPError(
             f"groups that divide {layout.ranks} ranks",
-            f"groups of {inner}",
+            f"groups of {heads_group_size}",
             "pass a mesh of shape (groups, ranks of a group)",
         )
-    groups = grouped(layout, inner)
-    if between == "exchange":
+    groups = grouped(layout, heads_group_size)
+    if outer_schedule == "exchange":
         forward, backward = exchange(needs or Needs.of(grids, groups), at_once=at_once)
-    elif between == "ring":
+    elif outer_schedule == "ring":
         forward, backward = ring(groups)
-    elif between == "allgather":
+    elif outer_schedule == "allgather":
         forward, backward = allgather(groups)
     else:
         forward, backward = ulysses(groups)
@@ -81,11 +81,11 @@ def make_schedule(
         name,
         layout,
         groups,
-        inner,
-        split_heads(num_heads, num_kv_heads or num_heads, inner),
+        heads_group_size,
+        split_heads(num_heads, num_kv_heads or num_heads, heads_group_size),
         forward,
         backward,
-        between=between,
-        keeps_kv=between == "allgather",
+        outer_schedule=outer_schedule,
+        keeps_kv=outer_schedule == "allgather",
     )
-    return schedule.keeping() if keep and between == "exchange" else schedule
+    return schedule.with_kept_kv() if keep and outer_schedule == "exchange" else schedule

@@ -36,9 +36,9 @@ class Needs:
         """
         return cls(layout, rows_needed(grids, layout))
 
-    def grouped(self, groups: Layout, inner: int) -> Needs:
-        """What groups of `inner` consecutive ranks need: what any of theirs needs of others."""
-        group = torch.div(self.rows.rank, inner, rounding_mode="floor")
+    def grouped(self, groups: Layout, group_size: int) -> Needs:
+        """What groups of consecutive ranks need: what any of theirs needs of other groups."""
+        group = torch.div(self.rows.rank, group_size, rounding_mode="floor")
         together = row_sets(group, self.rows.start, self.rows.stop)
         return Needs(groups, without(together, groups.owned))
 
@@ -61,7 +61,7 @@ class Needs:
 
 
 def everything(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same table if everybody who has tokens needs everything."""
+    """int64 [N] User, owner, start and stop, if every rank that has tokens needs all rows."""
     start, stop, owner = layout.by_row
     users = torch.nonzero(layout.counts > 0).squeeze(1)
     user = users.repeat_interleave(start.numel())

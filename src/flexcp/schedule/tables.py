@@ -2,11 +2,12 @@
 
 A schedule runs in rounds. In each, some rows of K and V move from one rank to another, and every
 rank then computes all of its queries against some rows of K and V. In the backward pass, partial
-gradients of those rows move afterwards. One line of a table is both the send and the receive, so
-the two always match.
+gradients of those rows move afterwards. Each row of a table is one transfer: who sends, who
+receives, which rows of K and V. So every send has its receive.
 
-With heads split over the ranks of a group (`inner` > 1), the tables speak of groups. Rank
-`g * inner + u` runs group g's lines for its own slice of heads, with the ranks of the same u.
+With heads split over the ranks of a group (`heads_group_size` > 1), the tables speak of groups.
+Rank `g * heads_group_size + u` runs what they say of group g, for its own slice of heads, with the
+ranks of the same u.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Transfers:
     def ordered(
         cls, round_: Tensor, source: Tensor, target: Tensor, start: Tensor, stop: Tensor
     ) -> Transfers:
-        """Sorts lines, and joins those that continue each other."""
+        """Sorts transfers, and joins those whose rows continue each other."""
         if round_.numel() == 0:
             return cls(round_, source, target, start, stop)
         ranks = int(torch.maximum(source, target).max()) + 1
@@ -69,7 +70,7 @@ class Transfers:
 
     @property
     def rows(self) -> Tensor:
-        """int64 [N] How many rows each line moves."""
+        """int64 [N] How many rows each transfer moves."""
         return self.stop - self.start
 
     def received(self, ranks: int) -> Tensor:
@@ -77,7 +78,7 @@ class Transfers:
         return torch.zeros(ranks, dtype=torch.int64).index_add_(0, self.target, self.rows)
 
     def reversed(self) -> Transfers:
-        """The same rows in the other direction."""
+        """Each transfer in the other direction: what was received is sent back."""
         return Transfers.ordered(self.round, self.target, self.source, self.start, self.stop)
 
 
@@ -135,7 +136,7 @@ class Step:
     receives: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     """K and V rows, by peer in ascending order; rows of one peer come in one message."""
     sends: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    """Likewise."""
+    """K and V rows to send, by peer in ascending order; rows for one peer go in one message."""
     work: tuple[tuple[int, int], ...]
     """Rows of K and V that the rank's queries are computed against now, ascending."""
     returns_in: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
@@ -154,7 +155,7 @@ class Schedule:
     """Where tokens live outside of attention."""
     groups: Layout
     """Which rows each group computes the queries of; the layout itself if groups are ranks."""
-    inner: int
+    heads_group_size: int
     """Ranks of a group, among which the heads are split."""
     heads: tuple[HeadSlice, ...]
     """Query and kv heads of each rank of a group."""
@@ -162,7 +163,7 @@ class Schedule:
     """Between groups."""
     backward: Pass
     """Between groups."""
-    between: str = "exchange"
+    outer_schedule: str = "exchange"
     """What runs between groups: exchange, ring, allgather, or nothing ("ulysses")."""
     keeps_kv: bool = False
     """Whether the rows that forward received are kept for backward, which then moves none."""
@@ -174,15 +175,15 @@ class Schedule:
 
     def group_of(self, rank: int) -> tuple[int, int]:
         """Group of a rank, and its place there."""
-        return rank // self.inner, rank % self.inner
+        return rank // self.heads_group_size, rank % self.heads_group_size
 
     def members(self, rank: int) -> range:
         """The ranks of the group of a rank: they swap rows for heads before and after."""
-        first = rank // self.inner * self.inner
-        return range(first, first + self.inner)
+        first = rank // self.heads_group_size * self.heads_group_size
+        return range(first, first + self.heads_group_size)
 
-    def keeping(self) -> Schedule:
-        """The same, but what forward received is kept for backward, which then moves none."""
+    def with_kept_kv(self) -> Schedule:
+        """A schedule that keeps the KV rows that forward received: backward then moves none."""
         backward = replace(self.backward, moves=Transfers.none())
         return replace(self, backward=backward, keeps_kv=True)
 
@@ -208,7 +209,9 @@ class Schedule:
             table: dict[int, dict[int, list[tuple[int, int]]]], i: int
         ) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
             peers = sorted(table.get(i, {}).items())
-            return tuple((peer * self.inner + place, tuple(rows)) for peer, rows in peers)
+            return tuple(
+                (peer * self.heads_group_size + place, tuple(rows)) for peer, rows in peers
+            )
 
         receives, sends, back_in, back_out = tables
         return tuple(

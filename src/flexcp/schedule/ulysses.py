@@ -13,26 +13,26 @@ from flexcp.layout import Layout
 from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 
-def grouped(layout: Layout, inner: int) -> Layout:
-    """The layout of groups of `inner` consecutive ranks.
+def grouped(layout: Layout, group_size: int) -> Layout:
+    """The layout of groups of `group_size` consecutive ranks.
 
     >>> from flexcp.layout import contiguous
     >>> grouped(contiguous(8, 4), 2).positions(1)
     tensor([4, 5, 6, 7])
     """
-    if inner == 1:
+    if group_size == 1:
         return layout
-    owner = torch.div(layout.rank, inner, rounding_mode="floor")
-    if layout.lanes > 1:  # rows of a group are kept lane after lane
-        lane = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
-        order = torch.argsort(owner * layout.lanes + lane, stable=True)
+    owner = torch.div(layout.rank, group_size, rounding_mode="floor")
+    if layout.batch_elements > 1:  # rows of a group are kept by batch element
+        element = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
+        order = torch.argsort(owner * layout.batch_elements + element, stable=True)
     else:
         order = torch.arange(owner.numel())
     return Layout(
         layout.name,
         layout.seq_len,
-        layout.ranks // inner,
-        layout.lanes,
+        layout.ranks // group_size,
+        layout.batch_elements,
         owner[order],
         layout.start[order],
         layout.stop[order],

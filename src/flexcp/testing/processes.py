@@ -1,4 +1,9 @@
-"""Running a function on real processes that talk over gloo."""
+"""Running a function on real processes that talk over gloo.
+
+Ranks are forks, and a fork inherits the forking thread's OpenMP team without its other threads: the
+first parallel region of a rank would wait for them for ever. A thread that is new has no team. So
+ranks are forked from one, and make teams of their own, whatever the caller has run before.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,32 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
 
+from flexcp.comm.faults import names_of
 from flexcp.comm.simulated import RankError
 from flexcp.errors import FlexCPError
 from flexcp.testing.world import mesh_shape
 
 T = TypeVar("T")
+
+_IN_ALL = 10
+"""Times `timeout` that a call of `spawn` may take, however busy its ranks are."""
+_TO_REPORT = 10.0
+"""Seconds that ranks get to say that they waited for another in vain."""
 
 
 def spawn(
@@ -35,12 +51,16 @@ def spawn(
 
     The processes are forks of this one, so that fn may be any function, also one defined where it
     is used, and so that starting them takes a fraction of a second instead of an import of torch.
-    A process that has used CUDA can't be forked. An exception is raised as by `simulate`.
+    They have the caller's gradient mode, as simulated ranks do, and nothing else that the caller
+    has set for its thread alone. A process that has used CUDA can't be forked. An exception is
+    raised as by `simulate`. No rank outlives the call.
 
     Args:
         fn: The code of one rank; it gets a DeviceMesh.
         world_size: How many ranks, or the shape of a mesh such as (2, 2).
-        timeout: Seconds after which a rank that waits for another gives up.
+        timeout: Seconds after which a rank that waits for another gives up. All of it may take ten
+            times as long. Ranks that have not answered by then are killed, and the error names
+            them.
         threads: Threads of each rank.
 
     >>> spawn(lambda mesh: mesh.get_rank() * 10, 2)
@@ -53,67 +73,146 @@ def spawn(
             "one that has",
             "call spawn before CUDA is used, or start the ranks with torchrun",
         )
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        pipes: list[Connection] = []
-        ranks = []
-        for rank in range(prod(shape)):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (fn, rank, shape, store, timeout, threads, theirs)
-            process = context.Process(target=_run, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            ranks.append(process)
+        world = _World(shape, store, timeout, threads, torch.is_grad_enabled())
+        with _running(fn, world) as ranks:
+            return _results(ranks, timeout)
+
+
+@dataclass(frozen=True)
+class _World:
+    """What the processes of one call have in common."""
+
+    shape: tuple[int, ...]
+    """Ranks along each dimension of the mesh."""
+    store: str
+    """The file through which they find each other."""
+    timeout: float
+    """Seconds that a rank waits for another."""
+    threads: int
+    """Threads of each rank."""
+    grad: bool
+    """Whether operations are recorded for gradients."""
+
+
+@dataclass(frozen=True, eq=False)
+class _RankProcess:
+    """The process of a rank, and where its answer comes from."""
+
+    process: BaseProcess
+    answer: Connection
+
+    def read(self) -> tuple[str, Any]:
+        """What became of fn: "returned" and its result, or "failed", the error and its trace."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.answer.poll():
+                kind, payload = pickle.loads(self.answer.recv_bytes())
+                return kind, payload
+        self.process.join(1.0)
+        return "failed", (RuntimeError(f"it ended with code {self.process.exitcode}"), "")
+
+
+@contextlib.contextmanager
+def _running(fn: Callable[[Any], Any], world: _World) -> Iterator[list[_RankProcess]]:
+    """The processes of all ranks; none of them is left afterwards."""
+    ranks: list[_RankProcess] = []
+    try:
+        _in_a_new_thread(lambda: _fork(fn, world, ranks))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.process.join(1.0)
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
+            rank.answer.close()
+
+
+def _in_a_new_thread(fn: Callable[[], None]) -> None:
+    """Calls fn in a thread that has never run an OpenMP region; raises what it raises."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
         try:
-            return _results(pipes, ranks, timeout)
-        finally:
-            for process in ranks:
-                process.join(1.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            fn()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="fork")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
-def _results(pipes: list[Connection], ranks: list[Any], timeout: float) -> list[Any]:
+def _fork(fn: Callable[[Any], Any], world: _World, ranks: list[_RankProcess]) -> None:
+    """Starts a process per rank, and adds it to `ranks`."""
+    context = multiprocessing.get_context("fork")
+    for rank in range(prod(world.shape)):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(fn, rank, world, theirs), daemon=True)
+        with warnings.catch_warnings():  # Python's, about forks beside other threads: see above
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        ranks.append(_RankProcess(process, ours))
+
+
+def _results(ranks: list[_RankProcess], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, tuple[BaseException, str]] = {}
-    open_: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    give_up: float | None = None
-    while open_:
-        limit = None if give_up is None else max(0.0, give_up - time.monotonic())
-        ready = wait(list(open_), timeout=limit)
+    begin = time.monotonic()
+    give_up = begin + _IN_ALL * timeout + _TO_REPORT
+    while silent := [r for r in range(len(ranks)) if r not in results and r not in failures]:
+        # Both: a process that the rank has started may hold its pipe open after it has ended.
+        sources = {source: r for r in silent for source in _sources(ranks[r])}
+        ready = wait(list(sources), timeout=max(0.0, give_up - time.monotonic()))
         if not ready:
-            break
-        for pipe in ready:
-            rank = open_.pop(pipe)
-            try:
-                kind, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                ranks[rank].join(1.0)
-                code = ranks[rank].exitcode
-                kind, payload = "failed", (RuntimeError(f"it ended with code {code}"), "")
+            error = _no_answer(silent, time.monotonic() - begin)
+            failures |= dict.fromkeys(silent, (error, ""))
+        for rank in {sources[source] for source in ready}:
+            kind, payload = ranks[rank].read()
             if kind == "returned":
                 results[rank] = payload
             else:
                 failures[rank] = payload
                 # The others notice within their own time limit; leave them a little more.
-                give_up = give_up or time.monotonic() + timeout + 10.0
+                give_up = min(give_up, time.monotonic() + timeout + _TO_REPORT)
     if failures:
         rank = _first_cause(failures)
         cause, text = failures[rank]
-        error = RankError.of(rank, cause)
-        error.failures = {r: e for r, (e, _) in sorted(failures.items())}
-        error.add_note(text)
-        raise error from cause
-    return [results[rank] for rank in range(len(pipes))]
+        raised = RankError.of(rank, cause)
+        raised.failures = {r: e for r, (e, _) in sorted(failures.items())}
+        raised.add_note(text)
+        raise raised from cause
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _sources(rank: _RankProcess) -> tuple[Any, Any]:
+    return rank.answer, rank.process.sentinel
+
+
+class _NoAnswerError(FlexCPError):
+    """Ranks were killed since they neither returned nor raised."""
+
+
+def _no_answer(ranks: list[int], seconds: float) -> FlexCPError:
+    return _NoAnswerError(
+        f"{names_of(ranks)} to return or raise",
+        f"nothing within {seconds:.0f} s, so that spawn killed what did not answer",
+        "pass a longer timeout= if that was too short; else look for what a rank waits for",
+    )
 
 
 def _first_cause(failures: dict[int, tuple[BaseException, str]]) -> int:
     """The rank that failed by itself, rather than because it waited for another."""
-    own = [r for r, (e, _) in failures.items() if not is_consequence(e)]
-    return min(own or failures)
+
+    def removed(rank: int) -> tuple[int, int]:
+        error = failures[rank][0]
+        return (2 if is_consequence(error) else int(isinstance(error, _NoAnswerError))), rank
+
+    return min(failures, key=removed)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -122,34 +221,28 @@ def is_consequence(error: BaseException) -> bool:
     >>> is_consequence(RuntimeError("Connection closed by peer [127.0.0.1]:2983"))
     True
     """
-    signs = ("no answer on rank", "closed by peer", "reset by peer")
+    signs = ("no answer on rank", "closed by peer", "reset by peer", "Timed out waiting")
     return any(sign in str(error) for sign in signs)
 
 
-def _run(
-    fn: Callable[[Any], Any],
-    rank: int,
-    shape: tuple[int, ...],
-    store: str,
-    timeout: float,
-    threads: int,
-    pipe: Connection,
-) -> None:
+def _run(fn: Callable[[Any], Any], rank: int, world: _World, pipe: Connection) -> None:
+    """One rank: what its process does."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    # One thread keeps a fork away from the parent's thread pool, which does not exist here.
-    torch.set_num_threads(threads)
+    _forget_compile_threads()
+    torch.set_num_threads(world.threads)
     succeeded = False
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, prod(shape)),  # type: ignore[attr-defined]
+            store=dist.FileStore(world.store, prod(world.shape)),  # type: ignore[attr-defined]
             rank=rank,
-            world_size=prod(shape),
-            timeout=datetime.timedelta(seconds=timeout),
+            world_size=prod(world.shape),
+            timeout=datetime.timedelta(seconds=world.timeout),
         )
-        result = fn(init_device_mesh("cpu", shape))
+        with torch.set_grad_enabled(world.grad):
+            result = fn(init_device_mesh("cpu", world.shape))
         message = pickle.dumps(("returned", result))
         succeeded = True
     except BaseException as error:
@@ -162,6 +255,17 @@ def _run(
             with contextlib.suppress(RuntimeError):
                 dist.barrier()
         dist.destroy_process_group()
+
+
+def _forget_compile_threads() -> None:
+    """Makes torch start new threads for compiling: those that it knows of are the parent's.
+
+    Torch itself forgets the parent's compile processes after a fork, but not these threads, and
+    would wait for one of them.
+    """
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:
+        compiler.AsyncCompile.pool.cache_clear()
 
 
 def _portable(error: BaseException) -> BaseException:

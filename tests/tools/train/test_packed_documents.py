@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexcp import FlexCPError
 from flexcp.tools.train import PackedDocuments, TrainConfig, load_corpus
 from flexcp.tools.train.data import BEGIN, Document
-from flexcp.tools.train.step import masks_of, prepare
+from flexcp.tools.train.step import masks_of, rank_batch
 from flexcp.tools.train.team import Team
 
 
@@ -109,7 +109,7 @@ def test_a_seed_decides_the_order_and_every_epoch_has_its_own(texts):
 def test_labels_and_attention_stay_within_documents(tiny):
     stream = PackedDocuments(load_corpus(tiny.data, 0, longest=70).train, 0)
     batch = stream.batch(2, 2, 150)
-    local = prepare(batch, tiny, Team()).local
+    local = rank_batch(batch, tiny, Team()).local
     mask = masks_of(batch, None)["full"]
     at = torch.arange(150)
     for b, lengths in enumerate(batch.lengths):

@@ -13,8 +13,8 @@ from flexcp import testing
 from flexcp.testing.tolerance import assert_close, relative_error
 from flexcp.tools.train import PackedDocuments, load_corpus, train
 from flexcp.tools.train.compare import compare_with_one_process
-from flexcp.tools.train.events import Compared, Evaluated, Saved, Started, Stepped
-from flexcp.tools.train.step import loss_of, make_model, prepare
+from flexcp.tools.train.events import CheckpointSaved, Compared, Evaluated, Started, Stepped
+from flexcp.tools.train.step import loss_of, make_model, rank_batch
 from flexcp.tools.train.team import Team
 
 
@@ -74,7 +74,7 @@ def test_gradients_over_ranks_are_those_of_each_document_by_itself(tiny, ranks, 
 
     def one(mesh):
         team, model = Team(mesh), make_model(config)
-        loss = loss_of(model, prepare(batch, config, team))
+        loss = loss_of(model, rank_batch(batch, config, team))
         loss.backward()
         team.sum_gradients_(model)
         team.sum_(total := loss.detach().clone())
@@ -108,7 +108,7 @@ def test_a_comparison_notices_a_wrong_gradient_and_leaves_the_model_alone(tiny):
     model = make_model(tiny)
     corpus = load_corpus(tiny.data, 0, longest=70)
     batch = PackedDocuments(corpus.train, 0).batch(0, 1, 150)
-    loss = loss_of(model, prepare(batch, tiny, Team()))
+    loss = loss_of(model, rank_batch(batch, tiny, Team()))
     loss.backward()
     loss = loss.item()
     right = compare_with_one_process(model, batch, tiny, 1, loss)
@@ -154,7 +154,7 @@ def test_a_run_tells_what_it_does(tiny):
     assert started.layout == "balanced, exchange"
     assert [e.step for e in of(Stepped, events)] == [1, 2, 3, 4, 5, 6]
     assert [e.step for e in of(Evaluated, events)] == [3, 6]
-    assert [e.step for e in of(Saved, events)] == [2, 4, 6]
+    assert [e.step for e in of(CheckpointSaved, events)] == [2, 4, 6]
     assert (finished.step, finished.interrupted, finished.equal) == (6, False, None)
     assert finished.last_loss == of(Stepped, events)[-1].loss
     assert 0 < finished.planning_share < 1

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import flexcp
 from flexcp import masks
@@ -62,6 +63,27 @@ def test_a_model_whose_attention_cannot_be_seen_needs_a_step():
 
     with pytest.raises(flexcp.FlexCPError, match="one whose attention can't be seen; pass paral"):
         flexcp.verify(Sums)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (masks.causal(), "got torch's flex_attention; import flex_attention from flexcp.compat"),
+        (None, "no gradients on CPU here, where torch's own flex_attention refuses them"),
+    ],
+)
+def test_torchs_own_flex_attention_is_refused_with_what_to_call(mask, message):
+    class Flex(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(9, 8)
+
+        def forward(self, tokens):
+            x = self.embed(tokens)[:, None]
+            return flex_attention(x, x, x)[:, 0]
+
+    with pytest.raises(flexcp.FlexCPError, match=message):
+        flexcp.verify(Flex, mask=mask)
 
 
 def test_a_step_that_updates_parameters_is_refused():

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import MOST_PAIRS, count_pairs
-from flexcp.grid.analysis.measured import MeasuredMask, Planes, measure_mask
-from flexcp.grid.analysis.pick import in_parts, pick
+from flexcp.grid.analysis.indexing import in_parts, take
+from flexcp.grid.analysis.measured import MeasuredMask, measure_mask
+from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
 from flexcp.masks import Mask, trace_mask
 
@@ -81,15 +82,15 @@ def _areas(levels: Sequence[_Level], plane: Tensor, row: Tensor, col: Tensor) ->
     j = col * wide + torch.arange(wide)[None, :, None]
     shape = (high, wide, row.numel())
     surely, possibly = fine.bounds(plane, i, j)
-    pairs = pick(fine.q.sizes, i) * pick(fine.kv.sizes, j)
+    pairs = take(fine.q.sizes, i) * take(fine.kv.sizes, j)
     area = torch.where(surely, pairs, 0).expand(shape).flatten()
     open_ = torch.nonzero((possibly & ~surely & (pairs > 0)).expand(shape).flatten()).squeeze(1)
-    i, j, plane = (pick(x.expand(shape).reshape(-1), open_) for x in (i, j, plane))
+    i, j, plane = (take(x.expand(shape).reshape(-1), open_) for x in (i, j, plane))
     together = MOST_PAIRS // _SMALLEST**2 if len(levels) == 1 else _MOST_PIECES // _PIECES**2
     for at in in_parts(torch.arange(open_.numel()), together):
-        some = pick(plane, at), pick(i, at), pick(j, at)
+        some = take(plane, at), take(i, at), take(j, at)
         found = count_pairs(fine, *some)[0] if len(levels) == 1 else _areas(levels[1:], *some)
-        area.index_copy_(0, pick(open_, at), found)
+        area.index_copy_(0, take(open_, at), found)
     return area.view(shape).sum((0, 1))
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import take
 from flexcp.grid.analysis.lookup import as_bound, value_extremes
-from flexcp.grid.analysis.pick import pick
 from flexcp.grid.analysis.ranges import EXACT, Range
 
 _CHUNK = 30_000
@@ -132,12 +132,12 @@ class Pyramid:
         """The ranges of some nodes of a level, as [T]; without what is attained if not asked."""
         found = self.at(level)
         flat = node if found.lo.shape[0] == 1 else group * found.lo.shape[1] + node
-        lo, hi = pick(found.lo.view(-1), flat), pick(found.hi.view(-1), flat)
+        lo, hi = take(found.lo.view(-1), flat), take(found.hi.view(-1), flat)
         if not attained:
             return Range(lo, hi, hi, lo, found.may_be_nan)
         if found.some_lo is found.lo:  # single cells attain their extremes
             return Range(lo, hi, lo, hi, found.may_be_nan)
-        some_lo, some_hi = (pick(x.view(-1), flat) for x in (found.some_lo, found.some_hi))
+        some_lo, some_hi = (take(x.view(-1), flat) for x in (found.some_lo, found.some_hi))
         return Range(lo, hi, some_lo, some_hi, found.may_be_nan)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import in_parts, take
 from flexcp.grid.analysis.measured import MeasuredMask
-from flexcp.grid.analysis.pick import in_parts, pick
 from flexcp.grid.runs import BlockKind, Runs, joined
 
 _MOST_RECTANGLES = 1 << 16
@@ -49,14 +49,14 @@ class Rectangles:
     def __len__(self) -> int:
         return self.plane.numel()
 
-    def pick(self, at: Tensor) -> Rectangles:
+    def subset(self, at: Tensor) -> Rectangles:
         """Some of them, by their indices."""
-        return Rectangles(pick(self.plane, at), pick(self.i, at), pick(self.j, at))
+        return Rectangles(take(self.plane, at), take(self.i, at), take(self.j, at))
 
     def where(self, chosen: Tensor) -> Rectangles:
         """Some of them, by a bool mask."""
         at = torch.nonzero(chosen).squeeze(1)
-        return self.pick(at)
+        return self.subset(at)
 
     def split(self, rows: int, cols: int) -> Rectangles:
         """The (up to) four quarters of each."""
@@ -69,7 +69,7 @@ class Rectangles:
     def parts(self, size: int) -> list[Rectangles]:
         """In pieces of at most `size`, neighbours staying together."""
         order = torch.argsort(self.plane * (1 << 40) + self.i)
-        return [self.pick(at) for at in in_parts(order, size)]
+        return [self.subset(at) for at in in_parts(order, size)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +130,10 @@ class Descent:
         """Runs of one tile each, in no order: `joined` follows."""
         rows, cols = self._shape(level)
         at = torch.nonzero(kind).squeeze(1)
-        r = r.pick(at)
+        r = r.subset(at)
         row = r.plane * rows + r.i
         total = rows * len(self.mask.planes)
-        return Runs(total, cols, row, r.j, r.j + 1, pick(kind, at))
+        return Runs(total, cols, row, r.j, r.j + 1, take(kind, at))
 
     def _settle(self, blocks: Rectangles) -> Runs:
         """The kinds of blocks by looking at their pairs."""
@@ -142,11 +142,11 @@ class Descent:
         unsure = torch.arange(len(blocks))
         for samples in _SAMPLES:
             for at in in_parts(unsure, MOST_PAIRS // samples**2):
-                kind.index_copy_(0, at, self._kinds_of_samples(blocks.pick(at), samples))
+                kind.index_copy_(0, at, self._kinds_of_samples(blocks.subset(at), samples))
             unsure = torch.nonzero(kind != BlockKind.PARTIAL).squeeze(1)
         self.effort.evaluated += unsure.numel()
         for at in in_parts(unsure, self._blocks_at_once()):
-            some = blocks.pick(at)
+            some = blocks.subset(at)
             allowed, total = count_pairs(self.mask, some.plane, some.i, some.j)
             kind[at] = torch.where(
                 allowed == total, int(BlockKind.FULL), (allowed > 0).to(torch.int8)
@@ -157,7 +157,7 @@ class Descent:
         """PARTIAL where pairs spread over a block differ; EMPTY where they don't tell."""
         step = torch.arange(samples)[:, None]
         q, kv = (
-            pick(axis.first, at) + (pick(axis.sizes, at) - 1) * step // (samples - 1)
+            take(axis.first, at) + (take(axis.sizes, at) - 1) * step // (samples - 1)
             for axis, at in ((self.mask.q, blocks.i), (self.mask.kv, blocks.j))
         )
         seen = self.mask.evaluate(blocks.plane, q[:, None], kv[None, :]).flatten(0, 1)
@@ -172,7 +172,7 @@ class Descent:
 
 def count_pairs(mask: MeasuredMask, plane: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """int64 Allowed pairs, and all pairs, of some cells of a mask."""
-    height, width = pick(mask.q.sizes, i), pick(mask.kv.sizes, j)
+    height, width = take(mask.q.sizes, i), take(mask.kv.sizes, j)
     # Cells vary fastest: the innermost loops of the evaluation are then long and contiguous.
     every_row = torch.arange(int(height.max()))[:, None, None]
     every_col = torch.arange(int(width.max()))[None, :, None]
@@ -196,11 +196,11 @@ def _count(
     width: Tensor,
 ) -> Tensor:
     """int32 Allowed pairs of cells, within some of their rows and columns."""
-    q, kv = pick(mask.q.first, i) + rows, pick(mask.kv.first, j) + cols
+    q, kv = take(mask.q.first, i) + rows, take(mask.kv.first, j) + cols
     ragged = bool((height <= rows[-1]).any() | (width <= cols[:, -1]).any())
     if ragged:
-        q = torch.minimum(q, pick(mask.q.last, i))
-        kv = torch.minimum(kv, pick(mask.kv.last, j))
+        q = torch.minimum(q, take(mask.q.last, i))
+        kv = torch.minimum(kv, take(mask.kv.last, j))
     allowed = mask.evaluate(plane, q, kv)
     if ragged:
         allowed = allowed & (rows < height) & (cols < width)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from flexcp.grid.analysis import ranges
 from flexcp.grid.analysis.lookup import LookupTable
 from flexcp.grid.analysis.ranges import Range
-from flexcp.grid.analysis.rules import CHOOSES, RULES, SHARP_ALONE, Step, fits, with_nan
+from flexcp.grid.analysis.rules import CHOOSES, RULES, SHARP_ALONE, RuleInputs, fits, with_nan
 from flexcp.masks.graph import MaskGraph, Node
 
 
@@ -72,7 +72,7 @@ class Analysis:
                 assert value is not None
                 self._lookups[table] = LookupTable(value)
             return self._lookups[table].at([known[ref.node] for ref in node.args[1]])
-        found = RULES[node.name](Step(node, self.graph, known))
+        found = RULES[node.name](RuleInputs(node, self.graph, known))
         if any(known[i].may_be_nan for i in node.operands):
             return with_nan(node.name, node.dtype, found)
         return found

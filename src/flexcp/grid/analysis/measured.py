@@ -1,4 +1,4 @@
-"""A traced mask together with the axes it is looked at on: ranges of rectangles, exact values."""
+"""A measured mask: its values along each axis, from which ranges on rectangles follow."""
 
 from __future__ import annotations
 
@@ -10,40 +10,16 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.grid.analysis.axis import Axis, Pyramid, measure
+from flexcp.grid.analysis.indexing import in_parts, take
 from flexcp.grid.analysis.intervals import Analysis, analyse
 from flexcp.grid.analysis.lookup import as_bound, value_extremes
-from flexcp.grid.analysis.pick import in_parts, pick
 from flexcp.grid.analysis.ranges import EXACT, Range, rising_alone
 from flexcp.grid.analysis.relabel import renumbered, unsorted_equalities
+from flexcp.grid.planes import Planes
 from flexcp.masks.graph import INPUTS, MaskGraph
 
 _TOGETHER = 1 << 14
 """Positions at which a dear leaf is evaluated together."""
-
-
-@dataclass(frozen=True, eq=False)
-class Planes:
-    """The (b, h) pairs for which a mask may differ; all others repeat one of these."""
-
-    b: Tensor
-    """int64 [P] Batch element of each plane."""
-    h: Tensor
-    """int64 [P] Head of each plane."""
-    of: Tensor
-    """int64 [batch, heads] The plane of each batch element and head."""
-
-    @classmethod
-    def of_mask(cls, graph: MaskGraph, batch: int, heads: int) -> Planes:
-        """As few planes as the mask's dependence on b and h allows."""
-        some_b = batch if "b" in graph.reads else 1
-        some_h = heads if "h" in graph.reads else 1
-        b = torch.arange(some_b).repeat_interleave(some_h)
-        h = torch.arange(some_h).repeat(some_b)
-        own = torch.arange(some_b * some_h).view(some_b, some_h)
-        return cls(b, h, own.expand(batch, heads))
-
-    def __len__(self) -> int:
-        return self.b.numel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +64,9 @@ class MeasuredMask:
                 if value is None:
                     measured[leaf] = Range.anything(self.graph.nodes[leaf].dtype)
                 else:
-                    measured[leaf] = Range.exactly(pick(value, plane) if value.dim() else value)
+                    measured[leaf] = Range.exactly(take(value, plane) if value.dim() else value)
             else:
-                group = pick(self.groups[leaf], plane) if len(self.planes) > 1 else plane
+                group = take(self.groups[leaf], plane) if len(self.planes) > 1 else plane
                 node = i if axis == "q" else j
                 measured[leaf] = self.pyramids[leaf].take(level, group, node, attained=attained)
         return measured
@@ -98,7 +74,7 @@ class MeasuredMask:
     def evaluate(self, plane: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """The mask itself, exactly, at positions; the three broadcast against each other."""
         shape = torch.broadcast_tensors(plane, q, kv)[0].shape
-        b, h = pick(self.planes.b, plane), pick(self.planes.h, plane)
+        b, h = take(self.planes.b, plane), take(self.planes.h, plane)
         given = {leaf: self._read(leaf, plane, q, kv) for leaf in self.tables}
         wanted = (self.graph.output,)
         return run_mask(lambda: self.graph.evaluate_nodes(wanted, b, h, q, kv, given)[0]).expand(
@@ -110,8 +86,8 @@ class MeasuredMask:
         of_q = self.analysis.axis_of(leaf) == "q"
         axis, positions = (self.q, q) if of_q else (self.kv, kv)
         table = self.tables[leaf]
-        flat = positions - axis.first[0] + pick(self.groups[leaf], plane) * table.shape[1]
-        return pick(table.view(-1), flat)
+        flat = positions - axis.first[0] + take(self.groups[leaf], plane) * table.shape[1]
+        return take(table.view(-1), flat)
 
 
 def measure_mask(graph: MaskGraph, planes: Planes, q: Axis, kv: Axis) -> MeasuredMask:
@@ -186,12 +162,16 @@ def _tables(
     return tables
 
 
+class IndexOutsideError(FlexCPError):
+    """A mask looks a position up in a captured tensor that does not reach so far."""
+
+
 def run_mask(evaluation: Callable[[], Tensor]) -> Tensor:
     """Runs part of a user's mask; its failures become ours."""
     try:
         return evaluation()
     except IndexError as error:
-        raise FlexCPError(
+        raise IndexOutsideError(
             "captured tensors that cover every position that indexes them",
             f"an index outside of one: {error}",
             "make the captured tensor as long as the sequence (and as large as the batch and "

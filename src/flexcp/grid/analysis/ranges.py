@@ -77,11 +77,11 @@ class Range:
         return self.some_lo is not self.hi or self.some_hi is not self.lo
 
     def numbers(self) -> Range:
-        """The same as numbers: False is 0 and True is 1."""
+        """This range with truth values as numbers: False is 0 and True is 1."""
         return rising_alone(Tensor.double, self) if self.is_truth else self
 
     def truths(self) -> Range:
-        """The same as truth values: zero is False."""
+        """This range with numbers as truth values: zero is False."""
         return self if self.is_truth else negation(equal(self, zero(), disjoint=True))
 
     def widened(self, margin: Tensor) -> Range:
@@ -229,14 +229,14 @@ def choice(condition: Range, a: Range, b: Range) -> Range:
     lo, hi = torch.minimum(a.lo, b.lo), torch.maximum(a.hi, b.hi)
     mixed = Range.bounds(lo, hi)
 
-    def pick(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    def chosen(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         return torch.where(always, x, torch.where(never, y, z))
 
     return Range(
-        pick(a.lo, b.lo, mixed.lo),
-        pick(a.hi, b.hi, mixed.hi),
-        pick(a.some_lo, b.some_lo, mixed.some_lo),
-        pick(a.some_hi, b.some_hi, mixed.some_hi),
+        chosen(a.lo, b.lo, mixed.lo),
+        chosen(a.hi, b.hi, mixed.hi),
+        chosen(a.some_lo, b.some_lo, mixed.some_lo),
+        chosen(a.some_hi, b.some_hi, mixed.some_hi),
     )
 
 

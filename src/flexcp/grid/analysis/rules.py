@@ -16,8 +16,8 @@ from flexcp.masks.graph import MaskGraph, Node, Ref
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """One application of an operation to ranges."""
+class RuleInputs:
+    """What a rule gets: an operation of the mask's graph and the ranges of its operands."""
 
     node: Node
     """The operation and its operands."""
@@ -115,7 +115,7 @@ def _rounded(a: Range, dtype: torch.dtype, *, integral: bool = True) -> Range:
     )
 
 
-def _add(s: Step, sign: float = 1.0) -> Range:
+def _add(s: RuleInputs, sign: float = 1.0) -> Range:
     if s.node.dtype == torch.bool:
         return ranges.either(s.truth(0), s.truth(1), disjoint=s.disjoint)
     alpha = Range.exactly(torch.tensor(sign * s.keyword("alpha", 1), dtype=torch.float64))
@@ -123,28 +123,28 @@ def _add(s: Step, sign: float = 1.0) -> Range:
     return s.settle(ranges.plus(a, b, disjoint=s.disjoint), a.largest() + b.largest())
 
 
-def _rsub(s: Step) -> Range:
+def _rsub(s: RuleInputs) -> Range:
     alpha = s.keyword("alpha", s.node.args[2] if len(s.node.args) > 2 else 1)
     factor = Range.exactly(torch.tensor(-float(alpha), dtype=torch.float64))
     a, b = ranges.times(s.number(0), factor), s.number(1)
     return s.settle(ranges.plus(a, b, disjoint=s.disjoint), a.largest() + b.largest())
 
 
-def _mul(s: Step) -> Range:
+def _mul(s: RuleInputs) -> Range:
     if s.node.dtype == torch.bool:
         return ranges.both(s.truth(0), s.truth(1), disjoint=s.disjoint)
     found = ranges.times(s.number(0), s.number(1))
     return s.settle(found, found.largest())
 
 
-def _power(s: Step) -> Range:
+def _power(s: RuleInputs) -> Range:
     exponent = s.node.args[1]
     if not isinstance(exponent, int) or not 0 <= exponent < 8 or s.node.dtype.is_floating_point:
         return Range.anything(s.node.dtype)
     return ranges.whole_power(s.number(0), exponent)
 
 
-def _divide(s: Step, mode: str | None) -> Range:
+def _divide(s: RuleInputs, mode: str | None) -> Range:
     rounding: Callable[[Tensor], Tensor] = (
         torch.floor if mode == "floor" else torch.trunc if mode == "trunc" else torch.clone
     )
@@ -154,13 +154,13 @@ def _divide(s: Step, mode: str | None) -> Range:
     return s.settle(found, found.largest())
 
 
-def _remainder(s: Step) -> Range:
+def _remainder(s: RuleInputs) -> Range:
     if s.node.dtype.is_floating_point:
         return Range.anything(s.node.dtype)
     return ranges.modulo(s.number(0), s.number(1))
 
 
-def _fmod(s: Step) -> Range:
+def _fmod(s: RuleInputs) -> Range:
     a, b = s.number(0), s.number(1)
     if s.node.dtype.is_floating_point:
         return Range.anything(s.node.dtype)
@@ -174,7 +174,7 @@ def _fmod(s: Step) -> Range:
     )
 
 
-def _bits(s: Step, op: str) -> Range:
+def _bits(s: RuleInputs, op: str) -> Range:
     if s.node.dtype == torch.bool:
         a, b = s.truth(0), s.truth(1)
         if op == "and":
@@ -192,7 +192,7 @@ def _bits(s: Step, op: str) -> Range:
     )
 
 
-def _bit_not(s: Step) -> Range:
+def _bit_not(s: RuleInputs) -> Range:
     if s.node.dtype == torch.bool:
         return ranges.negation(s.truth(0))
     return ranges.plus(
@@ -202,7 +202,7 @@ def _bit_not(s: Step) -> Range:
     )
 
 
-def _shift(s: Step, direction: int) -> Range:
+def _shift(s: RuleInputs, direction: int) -> Range:
     a, b = s.number(0), s.number(1)
     possible = (b.lo >= 0) & (b.hi < 52)
     factor = torch.exp2(b.lo.clamp(0, 52))
@@ -218,7 +218,7 @@ def _shift(s: Step, direction: int) -> Range:
     )
 
 
-def _clamp(s: Step) -> Range:
+def _clamp(s: RuleInputs) -> Range:
     found = s.promoted(s.node.args[0], s.node.dtype).numbers()
     for position, keyword, op in ((1, "min", torch.maximum), (2, "max", torch.minimum)):
         given = s.node.args[position] if len(s.node.args) > position else s.keyword(keyword, None)
@@ -228,18 +228,18 @@ def _clamp(s: Step) -> Range:
     return found
 
 
-def _extreme(s: Step, op: ranges.Op) -> Range:
+def _extreme(s: RuleInputs, op: ranges.Op) -> Range:
     if s.node.dtype == torch.bool:
         logical = ranges.either if op is torch.maximum else ranges.both
         return logical(s.truth(0), s.truth(1), disjoint=s.disjoint)
     return ranges.rising(op, s.number(0), s.number(1), disjoint=s.disjoint)
 
 
-def _where(s: Step) -> Range:
+def _where(s: RuleInputs) -> Range:
     return ranges.choice(s.truth(0), _plain(s, 1), _plain(s, 2))
 
 
-def _plain(s: Step, position: int) -> Range:
+def _plain(s: RuleInputs, position: int) -> Range:
     found = s.known[s.node.args[position].node]
     if s.node.dtype == torch.bool:
         return found.truths()
@@ -249,7 +249,7 @@ def _plain(s: Step, position: int) -> Range:
     return found.numbers()
 
 
-def _cast(s: Step) -> Range:
+def _cast(s: RuleInputs) -> Range:
     found = s.known[s.node.args[0].node]
     source, target = s.graph.nodes[s.node.operands[0]].dtype, s.node.dtype
     if target == torch.bool:
@@ -261,7 +261,7 @@ def _cast(s: Step) -> Range:
     return ranges.rising_alone(torch.trunc, found) if source.is_floating_point else found
 
 
-def _compare(s: Step, name: str) -> Range:
+def _compare(s: RuleInputs, name: str) -> Range:
     a, b = s.number(0), s.number(1)
     match name:
         case "ge":
@@ -278,8 +278,8 @@ def _compare(s: Step, name: str) -> Range:
             return ranges.negation(ranges.equal(a, b, disjoint=s.disjoint))
 
 
-def _rounding(op: Callable[[Tensor], Tensor]) -> Callable[[Step], Range]:
-    def rule(s: Step) -> Range:
+def _rounding(op: Callable[[Tensor], Tensor]) -> Callable[[RuleInputs], Range]:
+    def rule(s: RuleInputs) -> Range:
         if s.node.kwargs:  # rounding to decimals
             return Range.anything(s.node.dtype)
         return ranges.rising_alone(op, s.number(0))
@@ -287,7 +287,7 @@ def _rounding(op: Callable[[Tensor], Tensor]) -> Callable[[Step], Range]:
     return rule
 
 
-RULES: dict[str, Callable[[Step], Range]] = {
+RULES: dict[str, Callable[[RuleInputs], Range]] = {
     "ge": lambda s: _compare(s, "ge"),
     "gt": lambda s: _compare(s, "gt"),
     "le": lambda s: _compare(s, "le"),

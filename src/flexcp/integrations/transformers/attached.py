@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
+from flexcp.batch import positions_within
 from flexcp.comm.summing import sum_in_place
-from flexcp.documents import positions_within
 from flexcp.errors import FlexCPError
-from flexcp.integrations.transformers import refused
+from flexcp.integrations.transformers import unsupported
 from flexcp.integrations.transformers.attention import IMPLEMENTATION, UNDER_WAY, Sharding
 from flexcp.integrations.transformers.batch import (
     document_ids,
@@ -28,10 +28,10 @@ from flexcp.integrations.transformers.batch import (
     shifted_labels,
 )
 from flexcp.integrations.transformers.global_masks import MaskKind, TokenFacts, global_masks
-from flexcp.integrations.transformers.habits import counts_from_zero, infers_documents
+from flexcp.integrations.transformers.model_source_probes import counts_from_zero, infers_documents
 from flexcp.integrations.transformers.rope import rotary_modules, tell_the_last_position
 from flexcp.layout import Layout
-from flexcp.ops.checks import check_gradients
+from flexcp.ops.arguments import check_gradients
 from flexcp.plan import Machine, Plan, Ranks, make_plan
 
 SHARDING = "flexcp_sharding"
@@ -64,7 +64,8 @@ class Attached:
     )
     _undo: list[RemovableHandle] = field(default_factory=list)
     _needs_last_position: bool = False
-    _previous: str = ""
+    _previous: str | None = None
+    """The model's own attention implementation, while it has ours."""
 
     @property
     def ranks(self) -> int:
@@ -97,13 +98,13 @@ class Attached:
         Returns:
             The arguments for the model.
         """
-        refused.check_batch(batch, self.model)
+        unsupported.check_batch(batch, self.model)
         if batch.get("labels") is not None or batch.get("shift_labels") is not None:
-            refused.check_labels(self.model)
+            unsupported.check_labels(self.model)
         shape = shape_of(batch)
         ids = document_ids(batch, documents, shape)
         positions = self._positions(batch, ids, shape)
-        infers = infers_documents(refused.decoder_of(self.model))
+        infers = infers_documents(unsupported.decoder_of(self.model))
         if not infers and ids is None:
             self._warn_of_unseen_documents(batch, shape)
         facts = TokenFacts.of(
@@ -156,9 +157,10 @@ class Attached:
         """Gives the model its own attention back; calling it again does nothing."""
         for handle in self._undo:
             handle.remove()
-        self._undo.clear()
-        if vars(self.model).pop("_flexcp", None) is not None:
+        self._undo = []
+        if self._previous is not None:
             _set_implementation(self.model, self._previous)
+            self._previous = None
 
     def _positions(
         self, batch: Mapping[str, Any], documents: Tensor | None, shape: tuple[int, int]
@@ -171,7 +173,7 @@ class Attached:
             return positions.to(device).expand(shape)
         if documents is not None:
             return positions_within(documents.to(device))
-        if not counts_from_zero(refused.decoder_of(self.model)):
+        if not counts_from_zero(unsupported.decoder_of(self.model)):
             raise FlexCPError(
                 "position_ids in the batch",
                 f"none, and {type(self.model).__name__} has its own rule for them",
@@ -227,7 +229,43 @@ class Attached:
         return self.plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
-        return self  # a copied model runs on the same mesh; process groups can't be copied
+        # A copied model is attached as well, to the same mesh: process groups can't be copied.
+        copied = memo[id(self)] = copy.copy(self)
+        copied.model = copy.deepcopy(self.model, memo)
+        copied._undo = copy.deepcopy(self._undo, memo)
+        copied._plans = self._plans.copy()
+        return copied
+
+    def _begin_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert isinstance(module, PreTrainedModel)
+        sharding = kwargs.get(SHARDING)
+        if not isinstance(sharding, Sharding):
+            raise FlexCPError(
+                "an attached model to be called with what cp.shard(batch) returned",
+                "a call without it",
+                "call model(**cp.shard(batch)); to use the model as before, generation included, "
+                "call cp.detach()",
+            )
+        used = module.config.get_text_config(decoder=True)._attn_implementation
+        if used != IMPLEMENTATION:
+            raise FlexCPError(
+                f"the attention implementation {IMPLEMENTATION!r}, which attach has set",
+                repr(used),
+                "attach to the model after changing its attention implementation",
+            )
+        if kwargs.get("past_key_values") is not None:
+            raise FlexCPError(
+                "no key-value cache", "past_key_values", "call cp.detach() to generate"
+            )
+        unsupported.check_options(kwargs, module)
+        UNDER_WAY.set(sharding)
+        rest = {name: x for name, x in kwargs.items() if name != SHARDING}
+        return args, {**rest, "use_cache": False}
+
+    def _end_forward(self, *_: Any) -> None:
+        UNDER_WAY.set(None)
 
 
 def attach(
@@ -253,9 +291,9 @@ def attach(
             does: then losses add up to the loss of one process. "averaged" if they will be
             averaged, as DDP and FSDP do: then losses average to it.
         layout: As for `flexcp.make_plan`.
-        schedule: Likewise.
-        block_size: Likewise.
-        machine: Likewise; None is "cpu-gloo" for a model on the CPU.
+        schedule: As for `flexcp.make_plan`.
+        block_size: As for `flexcp.make_plan`.
+        machine: As for `flexcp.make_plan`; None is "cpu-gloo" for a model on the CPU.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from flexcp.testing import simulate
@@ -272,14 +310,14 @@ def attach(
     [5, 5]
     """
     check_gradients(gradients)
-    target = refused.language_model(model)
-    if "_flexcp" in vars(target):
+    target = unsupported.language_model(model)
+    if attached_to(target) is not None:
         raise FlexCPError(
             "a model that is not attached to a mesh",
             f"a {type(target).__name__} that is",
             "call detach() first; simulated ranks need a copy of the model each",
         )
-    refused.check_model(target)
+    unsupported.check_model(target)
     if Ranks.of(mesh).rank is None:
         raise FlexCPError(
             "a DeviceMesh, or the mesh that testing.simulate gives",
@@ -298,10 +336,9 @@ def attach(
     attached = Attached(target, mesh, gradients, planning)
     attached._previous = target.config.get_text_config(decoder=True)._attn_implementation
     _set_implementation(target, IMPLEMENTATION)
-    vars(target)["_flexcp"] = attached
     attached._undo += [
-        target.register_forward_pre_hook(_begin_forward, with_kwargs=True),
-        target.register_forward_hook(_end_forward, always_call=True),
+        target.register_forward_pre_hook(attached._begin_forward, with_kwargs=True),
+        target.register_forward_hook(attached._end_forward, always_call=True),
     ]
     for module in rotary_modules(target):
         attached._needs_last_position = True
@@ -323,15 +360,23 @@ def detach(model: nn.Module) -> None:
     >>> simulate(rank, 1)
     ['sdpa']
     """
-    target = refused.language_model(model)
-    attached = vars(target).get("_flexcp")
+    attached = attached_to(model)
     if attached is None:
         raise FlexCPError(
             "an attached model",
-            f"a {type(target).__name__} that is not",
+            f"a {type(unsupported.language_model(model)).__name__} that is not",
             "call attach(model, mesh) first",
         )
     attached.detach()
+
+
+def attached_to(model: nn.Module) -> Attached | None:
+    """What a model, or the one that a module wraps, is attached by: the owner of its hooks."""
+    for hook in unsupported.language_model(model)._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Attached):
+            return owner
+    return None
 
 
 def _own_config(model: PreTrainedModel) -> None:
@@ -348,34 +393,3 @@ def _set_implementation(model: PreTrainedModel, name: str) -> None:
     text = model.config.get_text_config(decoder=True)
     of_text = [key for key in model.config.sub_configs if getattr(model.config, key) is text]
     model.set_attn_implementation({of_text[0]: name} if of_text else name)
-
-
-def _begin_forward(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    assert isinstance(module, PreTrainedModel)
-    sharding = kwargs.get(SHARDING)
-    if not isinstance(sharding, Sharding):
-        raise FlexCPError(
-            "an attached model to be called with what cp.shard(batch) returned",
-            "a call without it",
-            "call model(**cp.shard(batch)); to use the model as before, generation included, "
-            "call cp.detach()",
-        )
-    used = module.config.get_text_config(decoder=True)._attn_implementation
-    if used != IMPLEMENTATION:
-        raise FlexCPError(
-            f"the attention implementation {IMPLEMENTATION!r}, which attach has set",
-            repr(used),
-            "attach to the model after changing its attention implementation",
-        )
-    if kwargs.get("past_key_values") is not None:
-        raise FlexCPError("no key-value cache", "past_key_values", "call cp.detach() to generate")
-    refused.check_options(kwargs, module)
-    UNDER_WAY.set(sharding)
-    rest = {name: x for name, x in kwargs.items() if name != SHARDING}
-    return args, {**rest, "use_cache": False}
-
-
-def _end_forward(*_: Any) -> None:
-    UNDER_WAY.set(None)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.documents import begins
+from flexcp.batch import begins
 from flexcp.errors import FlexCPError
 from flexcp.masks import ids_from_lengths
-from flexcp.ops.checks import shape_text
+from flexcp.ops.arguments import shape_text
 from flexcp.plan import Plan
 
 NAMES_OF_DOCUMENTS = ("document_ids", "seq_idx")

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexcp.errors import FlexCPError
-from flexcp.integrations.transformers.attached import Attached, attach
+from flexcp.integrations.transformers.attached import Attached, attach, attached_to
 from flexcp.integrations.transformers.batch import NAMES_OF_DOCUMENTS
-from flexcp.integrations.transformers.refused import language_model
 from flexcp.plan import Ranks
 
 if TYPE_CHECKING:
@@ -52,12 +51,12 @@ class TrainerMixin(_Trainer):
         mesh = self._mesh()
         if mesh is None or self.model is None:
             return None
-        attached = vars(language_model(self.model)).get("_flexcp")
+        attached = attached_to(self.model)
         return attach(self.model, mesh) if attached is None else attached
 
     def _mesh(self) -> Any:
         if self._flexcp_mesh is None and self.model is not None:
-            attached = vars(language_model(self.model)).get("_flexcp")
+            attached = attached_to(self.model)
             self._flexcp_mesh = None if attached is None else attached.mesh
         if self._flexcp_mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -155,8 +154,10 @@ class TrainerMixin(_Trainer):
         result = super().evaluation_loop(*args, **kwargs)
         if self.model_wrapped is self.model and not self.is_fsdp_enabled:
             # Accelerate takes a model that was prepared for evaluation for one that is ready to be
-            # trained: without DDP, so that nobody would add up gradients.
-            vars(self.model).pop("_is_accelerate_prepared", None)
+            # trained: without DDP, so that nobody would add up gradients. It has no public way to
+            # take that back; False is what it reads where the mark was never set.
+            model: Any = self.model
+            model._is_accelerate_prepared = False
         return result
 
     def _gather_once(self, data: Any) -> Any:

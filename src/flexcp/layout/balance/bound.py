@@ -20,7 +20,7 @@ _TOGETHER = 8
 """How many of the heaviest rows one rank is asked to have at once."""
 
 
-def imbalance_bound(lanes: Sequence[Work], ranks: int) -> float:
+def imbalance_bound(works: Sequence[Work], ranks: int) -> float:
     """The least max/mean work of any layout whose token counts differ by at most a block.
 
     The heaviest rows are somewhere, and ranks that have them have light rows besides, since they
@@ -28,19 +28,19 @@ def imbalance_bound(lanes: Sequence[Work], ranks: int) -> float:
     their block, but for those of the heaviest blocks.
 
     Args:
-        lanes: The work of all batch elements together, if one layout is for all of them; of each by
+        works: The work of all batch elements together, if one layout is for all of them; of each by
             itself, if each has its own. Ranks may then have a row of one without that of another.
         ranks: How many ranks share the rows.
     """
-    work = lanes[0]
-    whole = _Whole(sum(w.seq_len for w in lanes), work.block * len(lanes), ranks)
-    total = sum(int(w.before[-1]) for w in lanes)
+    work = works[0]
+    whole = _Whole(sum(w.seq_len for w in works), work.block * len(works), ranks)
+    total = sum(int(w.before[-1]) for w in works)
     if total == 0 or ranks == 1:
         return 1.0
-    heaviest = max(_heaviest(w) for w in lanes)
+    heaviest = max(_heaviest(w) for w in works)
     if heaviest * _TOGETHER * whole.rows <= total * work.block:
         return 1.0  # a block of rows less makes up for several of these
-    rows = _Rows.of(lanes)
+    rows = _RowsByWork.of(works)
     least = max(_shared(rows, whole), _on_one(rows, whole))
     return max(1.0, least * ranks / total)
 
@@ -50,9 +50,9 @@ class _Whole:
     """What is shared."""
 
     rows: int
-    """Of all lanes."""
+    """Of all batch elements that have a layout of their own."""
     slack: int
-    """How many rows ranks may differ by, over all lanes."""
+    """How many rows ranks may differ by, over all batch elements."""
     ranks: int
 
 
@@ -63,7 +63,7 @@ def _heaviest(work: Work) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _RowsByWork:
     """Rows by their work."""
 
     top: Tensor
@@ -74,10 +74,10 @@ class _Rows:
     """float64 [m + 1] Their work."""
 
     @classmethod
-    def of(cls, lanes: Sequence[Work]) -> _Rows:
+    def of(cls, works: Sequence[Work]) -> _RowsByWork:
         """All rows: those of the heaviest blocks one by one, others as parts of their block."""
         singles, areas, sizes = [], [], []
-        for work in lanes:
+        for work in works:
             count = work.blocks.numel()
             looked_at = min(count, _BLOCKS if work.seq_len > _ROW_BY_ROW else count)
             blocks = torch.topk(work.blocks, looked_at).indices.sort().values
@@ -107,7 +107,7 @@ class _Rows:
         return self.areas[at - 1] + (count - self.counts[at - 1]) * area / size
 
 
-def _shared(rows: _Rows, whole: _Whole) -> float:
+def _shared(rows: _RowsByWork, whole: _Whole) -> float:
     """Some of the heaviest rows are on as many ranks or fewer, which have lightest ones besides."""
     ranks = whole.ranks
     most = min(ranks - 1, rows.top.numel(), _HEAVIEST)
@@ -118,7 +118,7 @@ def _shared(rows: _Rows, whole: _Whole) -> float:
     return float(areas.masked_fill(sharers > heavy, float("inf")).amin(1).max())
 
 
-def _on_one(rows: _Rows, whole: _Whole) -> float:
+def _on_one(rows: _RowsByWork, whole: _Whole) -> float:
     """With more heavy rows than ranks, one of them has several; besides lightest ones."""
     tokens = (whole.rows - (whole.ranks - 1) * whole.slack) / whole.ranks
     least = 0.0

@@ -12,8 +12,8 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from flexcp.layout.balance.filling import Taken
-from flexcp.layout.balance.units import Group, Unit
+from flexcp.layout.balance.row_groups import RowGroup, Unit
+from flexcp.layout.balance.seeds import Taken
 
 _GOAL = 256
 """Work that exceeds the mean by less than this fraction is left alone."""
@@ -28,33 +28,33 @@ _DENSE = 16
 _FEWER = 8
 """A rank never has fewer rows than the mean by more than this fraction of it."""
 
-_Sorted = tuple[float, int, Group, Unit]
+_Sorted = tuple[float, int, RowGroup, Unit]
 """Work per row, first row, and what they are: in this order."""
 
 
 @dataclass(eq=False)
-class _Rank:
+class _SortedRank:
     """What one rank has, the sparsest rows first."""
 
     rows: list[_Sorted] = field(default_factory=list)
-    reach: dict[int, int] = field(default_factory=dict)
+    needed_rows: dict[int, int] = field(default_factory=dict)
     """Rows of each group that it needs, unless they are small."""
     needs: int = 0
     """Their sum."""
     area: int = 0
     tokens: int = 0
 
-    def add(self, group: Group, unit: Unit) -> None:
+    def add(self, group: RowGroup, unit: Unit) -> None:
         """Gets rows."""
         insort(self.rows, (unit.area / unit.tokens, unit.start, group, unit), key=lambda x: x[:2])
         more = self.more(group, unit)
         if more:
-            self.reach[group.number] = unit.reach
+            self.needed_rows[group.number] = unit.needed_rows
             self.needs += more
         self.area += unit.area
         self.tokens += unit.tokens
 
-    def give(self, place: int, tokens: int, to: _Rank) -> None:
+    def give(self, place: int, tokens: int, to: _SortedRank) -> None:
         """Gives some rows of a piece to another rank."""
         _, _, group, unit = self.rows[place]
         part = unit.take(tokens, from_end=True)
@@ -73,15 +73,17 @@ class _Rank:
         """Its rows, and where they are from."""
         return [(group, unit) for _, _, group, unit in self.rows]
 
-    def more(self, group: Group, unit: Unit) -> int:
+    def more(self, group: RowGroup, unit: Unit) -> int:
         """How many rows more it would need to have some rows."""
-        return 0 if group.small else max(0, unit.reach - self.reach.get(group.number, 0))
+        return (
+            0 if group.small else max(0, unit.needed_rows - self.needed_rows.get(group.number, 0))
+        )
 
     def first_of(self, rows: Iterable[tuple[int, _Sorted]], needs: float) -> int | None:
         """The place of the first rows with which it needs no more than before, or than `needs`."""
-        reach, room = self.reach, max(0, needs - self.needs)
+        needed, room = self.needed_rows, max(0, needs - self.needs)
         for place, (_, _, group, unit) in rows:
-            if group.small or unit.reach - reach.get(group.number, 0) <= room:
+            if group.small or unit.needed_rows - needed.get(group.number, 0) <= room:
                 return place
         return None
 
@@ -116,23 +118,25 @@ class _Change:
     """What comes back for them."""
 
 
-def levelled(parts: list[list[Taken]], block: int, *, exact_counts: bool) -> list[list[Taken]]:
-    """The same rows, dealt out so that the rank with most work has less.
+def with_even_work(
+    parts: list[list[Taken]], block: int, *, exact_counts: bool
+) -> list[list[Taken]]:
+    """All rows, dealt out so that the rank with most work has less.
 
     Args:
         parts: What each rank has.
         block: By how much token counts may differ.
         exact_counts: They stay as they are.
     """
-    first = _levelled(parts, block, exact_counts, spread=False)
+    first = _evened(parts, block, exact_counts, spread=False)
     if _most(first) * _GOAL <= sum(rank.area for rank in first) / len(first) * (_GOAL + 1):
         return [rank.taken for rank in first]
-    second = _levelled(parts, block, exact_counts, spread=True)
+    second = _evened(parts, block, exact_counts, spread=True)
     return [rank.taken for rank in min(first, second, key=_most)]
 
 
 def exchanged(parts: list[list[Taken]], enough: float) -> list[list[Taken]]:
-    """The same with equal counts, as far as it goes without more to receive at most.
+    """Rows exchanged one for one until work is even, without more rows to receive at most.
 
     Args:
         parts: What each rank has.
@@ -144,13 +148,13 @@ def exchanged(parts: list[list[Taken]], enough: float) -> list[list[Taken]]:
     return [rank.taken for rank in ranks]
 
 
-def _most(ranks: list[_Rank]) -> int:
+def _most(ranks: list[_SortedRank]) -> int:
     return max(rank.area for rank in ranks)
 
 
-def _levelled(
+def _evened(
     parts: list[list[Taken]], block: int, exact_counts: bool, *, spread: bool
-) -> list[_Rank]:
+) -> list[_SortedRank]:
     """Starts from the ranks as they are, or with very dense rows spread over all of them."""
     ranks = _ranks(parts)
     rows, area = sum(r.tokens for r in ranks), sum(r.area for r in ranks)
@@ -166,15 +170,15 @@ def _levelled(
     return ranks
 
 
-def _ranks(parts: list[list[Taken]]) -> list[_Rank]:
-    ranks = [_Rank() for _ in parts]
+def _ranks(parts: list[list[Taken]]) -> list[_SortedRank]:
+    ranks = [_SortedRank() for _ in parts]
     for rank, own in zip(ranks, parts, strict=True):
         for group, unit in own:
             rank.add(group, unit.copy())
     return ranks
 
 
-def _spread(ranks: list[_Rank], dense: float) -> None:
+def _spread(ranks: list[_SortedRank], dense: float) -> None:
     """Ranks with two very dense rows more than others exchange one for a row like most."""
     counts = [rank.denser_than(dense) for rank in ranks]
     for _ in range(sum(counts)):
@@ -188,7 +192,7 @@ def _spread(ranks: list[_Rank], dense: float) -> None:
         counts[fewest] += 1
 
 
-def _relieve(ranks: list[_Rank], rules: _Rules, enough: float) -> None:
+def _relieve(ranks: list[_SortedRank], rules: _Rules, enough: float) -> None:
     """Lowers the work of every rank that has too much, as far as it goes.
 
     What one rank could not get rid of may go once others have been relieved.
@@ -206,7 +210,7 @@ def _relieve(ranks: list[_Rank], rules: _Rules, enough: float) -> None:
         turns -= made
 
 
-def _limits(ranks: list[_Rank], dense: float, block: int) -> tuple[int, int]:
+def _limits(ranks: list[_SortedRank], dense: float, block: int) -> tuple[int, int]:
     """The fewest and the most rows, as suits the number of ranks that want fewer than others."""
     rows = sum(rank.tokens for rank in ranks)
     wanting = sum(rank.denser_than(dense) for rank in ranks)
@@ -218,7 +222,7 @@ def _limits(ranks: list[_Rank], dense: float, block: int) -> tuple[int, int]:
     return fewest, max(fewest + block, -(-rows // len(ranks)))
 
 
-def _keep_to(ranks: list[_Rank], fewest: int, most: int) -> None:
+def _keep_to(ranks: list[_SortedRank], fewest: int, most: int) -> None:
     """Rows in excess go to the ranks with least work, missing ones come from those with most."""
     for rank in ranks:
         while rank.tokens > most:
@@ -232,7 +236,7 @@ def _keep_to(ranks: list[_Rank], fewest: int, most: int) -> None:
             giver.give(0, tokens, rank)
 
 
-def _best_change(ranks: list[_Rank], high: int, rules: _Rules) -> _Change | None:
+def _best_change(ranks: list[_SortedRank], high: int, rules: _Rules) -> _Change | None:
     """What lowers the work of a rank most, without giving another as much."""
     best: _Change | None = None
     giver = ranks[high]
@@ -248,7 +252,7 @@ def _best_change(ranks: list[_Rank], high: int, rules: _Rules) -> _Change | None
     return best
 
 
-def _moved(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | None:
+def _moved(giver: _SortedRank, taker: _SortedRank, to: int, rules: _Rules) -> _Change | None:
     """Gives rows for nothing, as counts allow."""
     room = min(giver.tokens - rules.fewest, rules.most - taker.tokens)
     if room <= 0:
@@ -263,7 +267,7 @@ def _moved(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | None
     return _Change(most, to, place, tokens, None)
 
 
-def _exchanged(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | None:
+def _exchanged(giver: _SortedRank, taker: _SortedRank, to: int, rules: _Rules) -> _Change | None:
     """Gives dense rows for the sparsest."""
     wish = _wish(giver, taker, rules.mean)
     back = giver.first_of(enumerate(taker.rows), rules.needs)
@@ -280,19 +284,19 @@ def _exchanged(giver: _Rank, taker: _Rank, to: int, rules: _Rules) -> _Change | 
     return _Change(most, to, place, tokens, back)
 
 
-def _dense_rows(giver: _Rank, taker: _Rank, limit: float, rules: _Rules) -> int | None:
+def _dense_rows(giver: _SortedRank, taker: _SortedRank, limit: float, rules: _Rules) -> int | None:
     """The densest rows up to a limit that another may take."""
     top = bisect_right(giver.rows, min(limit, rules.densest), key=lambda x: x[0])
     places = range(top - 1, -1, -1)
     return taker.first_of(((i, giver.rows[i]) for i in places), rules.needs)
 
 
-def _wish(giver: _Rank, taker: _Rank, mean: float) -> float:
+def _wish(giver: _SortedRank, taker: _SortedRank, mean: float) -> float:
     """Work that should change hands: until one has the mean, or both have the same."""
     return min(giver.area - mean, (giver.area - taker.area) / 2)
 
 
-def _make(giver: _Rank, taker: _Rank, change: _Change) -> None:
+def _make(giver: _SortedRank, taker: _SortedRank, change: _Change) -> None:
     if change.back is None:
         giver.give(change.place, change.tokens, taker)
         return

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexcp.layout.balance.filling import Taken
+from flexcp.layout.balance.seeds import Taken
 
 _TURNS = 2
 """Ranks that are looked at, in multiples of the ranks there are."""
 
 
 @dataclass(eq=False)
-class _Rank:
+class _RankByGroup:
     """What one rank has."""
 
     small: list[Taken] = field(default_factory=list)
@@ -25,11 +25,11 @@ class _Rank:
     large: dict[int, list[Taken]] = field(default_factory=dict)
     """Rows of other groups, by number."""
     area: int = 0
-    """Work."""
+    """Allowed pairs of queries and keys, over all its rows."""
 
-    def reach(self, group: int) -> int:
+    def needed_rows(self, group: int) -> int:
         """Rows of a group that this rank needs, its own included."""
-        return max((unit.reach for _, unit in self.large.get(group, ())), default=0)
+        return max((unit.needed_rows for _, unit in self.large.get(group, ())), default=0)
 
     def tokens(self, group: int) -> int:
         """Rows of a group that this rank has."""
@@ -42,7 +42,7 @@ class _Rank:
     @property
     def received(self) -> int:
         """Rows of all groups but small ones that it has to receive."""
-        return sum(max(0, self.reach(g) - self.tokens(g)) for g in self.large)
+        return sum(max(0, self.needed_rows(g) - self.tokens(g)) for g in self.large)
 
     def add(self, group_and_unit: Taken) -> None:
         """Gets rows."""
@@ -53,14 +53,14 @@ class _Rank:
 
 
 def repaired(parts: list[list[Taken]], most: int, slack: int) -> list[list[Taken]]:
-    """The same rows, dealt out so that the ranks that receive most receive less.
+    """All rows, dealt out so that the ranks that receive most receive less.
 
     Args:
         parts: What each rank has.
         most: Work that no rank should exceed.
         slack: How much more it may be before small documents are exchanged to make it even.
     """
-    ranks = [_Rank() for _ in parts]
+    ranks = [_RankByGroup() for _ in parts]
     for rank, own in zip(ranks, parts, strict=True):
         for group, unit in own:
             rank.add((group, unit.copy()))
@@ -76,7 +76,7 @@ def repaired(parts: list[list[Taken]], most: int, slack: int) -> list[list[Taken
     return [[*r.small, *(taken for rows in r.large.values() for taken in rows)] for r in ranks]
 
 
-def _even_out(ranks: list[_Rank], most: int) -> None:
+def _even_out(ranks: list[_RankByGroup], most: int) -> None:
     """Exchanges rows of small documents between the ranks with most and with least work."""
     for _ in range(_TURNS * len(ranks)):
         high = max(range(len(ranks)), key=lambda i: (ranks[i].area, -i))
@@ -85,7 +85,7 @@ def _even_out(ranks: list[_Rank], most: int) -> None:
             return
 
 
-def _lighten(high: _Rank, low: _Rank, most: int) -> bool:
+def _lighten(high: _RankByGroup, low: _RankByGroup, most: int) -> bool:
     """Gives the densest small rows of one rank for the least dense ones of another."""
     if not high.small or not low.small:
         return False
@@ -111,10 +111,10 @@ def _density(taken: Taken) -> float:
     return taken[1].area / taken[1].tokens
 
 
-def _relieve(worst: int, ranks: list[_Rank], received: list[int], most: int) -> list[int]:
+def _relieve(worst: int, ranks: list[_RankByGroup], received: list[int], most: int) -> list[int]:
     """Takes one group away from a rank; returns the ranks that changed."""
     rank = ranks[worst]
-    saves = {g: rank.reach(g) - rank.tokens(g) for g in rank.large}
+    saves = {g: rank.needed_rows(g) - rank.tokens(g) for g in rank.large}
     if len(rank.large) < 2:
         return []
     # Few rows that need many are the first to go.
@@ -125,17 +125,17 @@ def _relieve(worst: int, ranks: list[_Rank], received: list[int], most: int) -> 
 
 
 def _hand_over(
-    group: int, giver: int, ranks: list[_Rank], received: list[int], most: int
+    group: int, giver: int, ranks: list[_RankByGroup], received: list[int], most: int
 ) -> list[int]:
     """Gives all rows of a group to ranks that have more of it, if they have room for them."""
     left = ranks[giver].tokens(group)
     area = sum(unit.area for _, unit in ranks[giver].large[group])
-    reach = ranks[giver].reach(group)
+    needed = ranks[giver].needed_rows(group)
     dense = area / left
     offers: list[tuple[int, int]] = []
     others = [i for i, r in enumerate(ranks) if i != giver and group in r.large]
     for i in sorted(others, key=lambda i: (ranks[i].area, i)):
-        offer = _room(ranks[i], group, dense, reach, received[giver], most)
+        offer = _room(ranks[i], group, dense, needed, received[giver], most)
         if offer > 0:
             offers.append((i, min(left, offer)))
             left -= min(left, offer)
@@ -148,20 +148,20 @@ def _hand_over(
     return [giver, *(i for i, _ in offers)]
 
 
-def _room(rank: _Rank, group: int, dense: float, reach: int, limit: int, most: int) -> int:
+def _room(rank: _RankByGroup, group: int, dense: float, needed: int, limit: int, most: int) -> int:
     """How many rows of a group a rank can take for rows of small documents."""
     tokens = sum(unit.tokens for _, unit in rank.small)
     if tokens == 0:
         return 0
     cheap = sum(unit.area for _, unit in rank.small) / tokens
-    if rank.received - rank.reach(group) + max(rank.reach(group), reach) >= limit:
+    if rank.received - rank.needed_rows(group) + max(rank.needed_rows(group), needed) >= limit:
         return 0
     if dense > cheap:
         tokens = min(tokens, int((most - rank.area) / (dense - cheap)))
     return tokens
 
 
-def _exchange(giver: _Rank, taker: _Rank, group: int, tokens: int) -> None:
+def _exchange(giver: _RankByGroup, taker: _RankByGroup, group: int, tokens: int) -> None:
     """Some rows of a group for as many of small documents."""
     _move(giver, taker, giver.large[group], tokens)
     _move(taker, giver, taker.small, tokens)
@@ -169,7 +169,7 @@ def _exchange(giver: _Rank, taker: _Rank, group: int, tokens: int) -> None:
         del giver.large[group]
 
 
-def _move(source: _Rank, target: _Rank, rows: list[Taken], tokens: int) -> None:
+def _move(source: _RankByGroup, target: _RankByGroup, rows: list[Taken], tokens: int) -> None:
     """Moves the last of some rows to another rank."""
     while tokens:
         group, unit = rows[-1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flexcp.grid import BlockGrid
-from flexcp.layout.balance.fill import fold
+from flexcp.layout.balance.fold import fold
 from flexcp.layout.layout import Layout
 from flexcp.layout.needed_rows import rows_needed
 from flexcp.layout.rules import contiguous, even_edges, require_ranks
@@ -25,7 +25,8 @@ def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 5
     Ranks get token counts that differ by at most one; or, where single rows are so heavy that this
     would leave the work uneven, by at most a block. The work is the sum over all masks. If the
     sequence in plain order is as good as even, it stays (a window remains a halo exchange);
-    otherwise the layout is a `fold`. Masks that differ between batch elements get a lane for each.
+    otherwise the layout is a `fold`. Where masks differ between batch
+    elements, each element gets a layout of its own.
 
     Args:
         grids: Block grids of the masks, over the same tokens and with the same block size.
@@ -44,9 +45,9 @@ def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 5
     ranks = require_ranks(ranks)
     elements = elements_that_differ(grids)
     if elements > 1:
-        lanes = [_one_lane(grids, ranks, lane, pairs_per_row) for lane in range(elements)]
-        return Layout.stacked(lanes, name="balanced")
-    return _one_lane(grids, ranks, None, pairs_per_row)
+        layouts = [_of_element(grids, ranks, b, pairs_per_row) for b in range(elements)]
+        return Layout.stacked(layouts, name="balanced")
+    return _of_element(grids, ranks, None, pairs_per_row)
 
 
 def elements_that_differ(grids: Sequence[BlockGrid]) -> int:
@@ -55,16 +56,16 @@ def elements_that_differ(grids: Sequence[BlockGrid]) -> int:
     return max((1 if s else grid.batch for s, grid in zip(same, grids, strict=True)), default=1)
 
 
-def _one_lane(
-    grids: Sequence[BlockGrid], ranks: int, lane: int | None, pairs_per_row: float
+def _of_element(
+    grids: Sequence[BlockGrid], ranks: int, element: int | None, pairs_per_row: float
 ) -> Layout:
-    work = Work.of(grids, lane)
+    work = Work.of(grids, element)
     plain = contiguous(work.seq_len, ranks)
     if _imbalance(work, plain) > _EVEN:
-        return fold(work, ranks, exact_counts=lane is not None)
+        return fold(work, ranks, exact_counts=element is not None)
     if _local(work, ranks):
         return _named(plain)
-    folded = fold(work, ranks, exact_counts=lane is not None)
+    folded = fold(work, ranks, exact_counts=element is not None)
     slowest = _slowest(grids, work, plain, pairs_per_row)
     if _slowest(grids, work, folded, pairs_per_row) < _WORTH_IT * slowest:
         return folded
@@ -108,7 +109,7 @@ def _named(layout: Layout) -> Layout:
         "balanced",
         layout.seq_len,
         layout.ranks,
-        layout.lanes,
+        layout.batch_elements,
         layout.rank,
         layout.start,
         layout.stop,

@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _unforeseen(error: Exception) -> FlexCPError:
     """What no part of the library has put into words, such as errors of a user's own functions."""
     text = f"{type(error).__name__}: {error}".splitlines()[0]
+    # torch's CPU allocator raises a plain RuntimeError, which only torch's own text tells apart;
+    # this module must not import torch to look at its types.
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return FlexCPError(
             "a request that fits into memory",

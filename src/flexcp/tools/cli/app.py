@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from flexcp.tools.cli.bench import bench
 from flexcp.tools.cli.plan import plan
 from flexcp.tools.cli.show import show
 from flexcp.tools.cli.train import train
 from flexcp.tools.cli.verify import verify
 
 app = typer.Typer(
-    help="Exact attention over a sequence that is sharded across devices: "
-    "plan, see, prove, train, measure.",
+    help="Exact attention over a sequence that is sharded across devices: plan, see, prove, train.",
     epilog="Exit codes: 0 done, 1 the answer is no, 2 a request that can't be honoured. "
     "`flexcp --version` prints the version.",
     add_completion=False,
@@ -26,4 +24,3 @@ app.command("plan")(plan)
 app.command("show")(show)
 app.command("verify")(verify)
 app.command("train")(train)
-app.command("bench")(bench)

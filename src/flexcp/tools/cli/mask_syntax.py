@@ -1,20 +1,16 @@
 """Reading a mask expression: from text to a small tree, without running any of it.
 
-    expression := both ("|" both)*
-    both       := not ("&" not)*
-    not        := "~" not | "(" expression ")" | call
-    call       := name ["(" [argument ("," argument)*] ")"]
-    argument   := [word "="] value
-    value      := size | word | "quoted text" | "[" [value ("," value)*] "]"
-
-A name is one of the catalogue's, or `package.module:function`. Every node knows where it stands, so
-that errors can point at it.
+An expression has the grammar of Python, of which `ast` reads the structure: `&`, `|`, `~`, calls,
+lists. Its words need not be Python's: `128K`, `lengths.csv`, `package.module:function`. So each
+word is replaced by an identifier of the same width before Python sees it, and looked up in the text
+by its column afterwards. Nodes that are not part of that structure are errors, and every error
+points at its place.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -51,8 +47,8 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A mask by name."""
+class NamedMask:
+    """A mask by name: one of the catalogue's, or `package.module:function`."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -69,7 +65,6 @@ class Combined:
 
     operator: str
     parts: tuple[Node, ...]
-    at: int
 
 
 @dataclass(frozen=True)
@@ -77,21 +72,31 @@ class Negated:
     """`~` of a mask."""
 
     part: Node
-    at: int
 
 
-Node = Call | Combined | Negated
+Node = NamedMask | Combined | Negated
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<quoted>'[^']*'|\"[^\"]*\")|(?P<sign>[&|~()\[\],=])|(?P<word>[^\s&|~()\[\],='\"]+))"
-)
+_ATOM = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s&|~()\[\],='\"]+")
+_BETWEEN_OPERANDS = re.compile(r"(?<=[_'\")\]]) +(?=[_'\"])")
+_BEGINS_OF_OPERANDS = ("_", "'", '"', "(", "[", "~")
+_ENDS_OF_OPERANDS = ("_", "'", '"', ")", "]")
 _PYTHON_WORDS = {"and": "&", "or": "|", "not": "~"}
+_END = "the end of the expression"
+_A_VALUE = "a number, a file name or a list"
+_ANY_MASK = f"write one of {', '.join(CATALOGUE)}, or module:function"
+_MOST_NESTED = 200
+"""Operators and brackets of one expression: far more than a person types, and no risk for the
+stack of Python's parser."""
+
+
+class MaskSyntaxError(FlexCPError):
+    """An error that points at its place in the expression."""
 
 
 def fail_at(text: str, at: int, expected: str, got: str, fix: str) -> FlexCPError:
     """An error that shows the expression with a caret below the place."""
-    shown = text.replace("\n", " ").replace("\t", " ")
-    return FlexCPError(expected, got, f"{fix}\n\n    {shown}\n    {' ' * at}^")
+    shown = re.sub(r"\s", " ", text)
+    return MaskSyntaxError(expected, got, f"{fix}\n\n    {shown}\n    {' ' * at}^")
 
 
 def parse_mask(text: str) -> Node:
@@ -102,144 +107,185 @@ def parse_mask(text: str) -> Node:
     >>> parse_mask("causal and full")
     Traceback (most recent call last):
     ...
-    flexcp.errors.FlexCPError: expected `&`, `|` or the end of the expression, got 'and'; write `&`
+    flexcp.tools.cli.mask_syntax.MaskSyntaxError: expected `&`, `|` or the end of the expression,
+    got 'and'; write `&`
     <BLANKLINE>
         causal and full
                ^
     """
-    reader = _Reader(text)
-    tree = reader.expression()
-    if reader.kind != "end":
-        fix = "combine masks with `&` (both), `|` (either) and `~` (not)"
-        if reader.token in _PYTHON_WORDS:
-            fix = f"write `{_PYTHON_WORDS[reader.token]}`"
-        raise reader.error("`&`, `|` or the end of the expression", fix)
-    return tree
+    python = _ATOM.sub(_as_python, re.sub(r"\s", " ", text))
+    _refuse_early(text, python)
+    try:
+        # Parentheses around it all would make sense of "causal) & (full".
+        tree = ast.parse(python.lstrip(), mode="eval")
+    except SyntaxError as error:
+        raise _not_python(text, python, error) from None
+    return _Reader(text, len(python) - len(python.lstrip())).mask(tree.body)
+
+
+def _as_python(atom: re.Match[str]) -> str:
+    """An identifier instead of a word, a harmless text instead of a quoted one, equally wide."""
+    found = atom[0]
+    if found[0] in "'\"":
+        return found[0] + "_" * (len(found) - 2) + found[0]
+    return "_" * len(found)
+
+
+def _refuse_early(text: str, python: str) -> None:
+    """Raises for what Python would not call by its name."""
+    for atom in _ATOM.finditer(text):
+        if (sign := _PYTHON_WORDS.get(atom[0])) is not None:
+            expected = "a mask" if sign == "~" else f"`&`, `|` or {_END}"
+            raise fail_at(text, atom.start(), expected, repr(atom[0]), f"write `{sign}`")
+    lone = re.search(r"['\"]", _ATOM.sub(lambda atom: " " * len(atom[0]), text))
+    if lone is not None:
+        at = lone.start()
+        raise fail_at(
+            text, at, "the other quotation mark", repr(text[at:]), "close the file name's quotes"
+        )
+    nested = list(re.finditer(r"[&|~(\[]", python))
+    if len(nested) > _MOST_NESTED:
+        raise FlexCPError(
+            f"a mask expression of at most {_MOST_NESTED} operators and brackets",
+            f"one of {len(nested):,}",
+            "write a function that makes the mask, and pass package.module:function",
+        )
+
+
+def _not_python(text: str, python: str, error: SyntaxError) -> FlexCPError:
+    """What is wrong where an expression stops being one.
+
+    Of Python's error only the place counts: its words change from version to version.
+    """
+    end = len(text.rstrip())
+    at = len(python) - len(python.lstrip()) + error.offset - 1 if error.offset else end
+    unclosed = at in _open_brackets(python)  # Python points at the bracket, which has to end
+    at = end if unclosed else _second_operand(python, at)
+    got = repr(_word_at(text, at)) if at < end else _END
+    before = python[:at].rstrip()
+    around = next(reversed(_open_brackets(before)), None)
+    if not before.endswith(_ENDS_OF_OPERANDS) and not unclosed:
+        if around is not None and (python[around] == "[" or python[:around].endswith("_")):
+            return fail_at(text, at, _A_VALUE, got, "write a value here")
+        return fail_at(text, at, "a mask", got, _ANY_MASK)
+    if around is not None and python[around] + python[at : at + 1] == "()":
+        return fail_at(text, at, "no value without a name after one with", got, "name it too")
+    if around is not None:
+        closing = f"`{')' if text[around] == '(' else ']'}`"
+        fix = f"close the `{text[around]}` at column {around + 1}"
+        return fail_at(text, at, closing, got, fix)
+    fix = "combine masks with `&` (both), `|` (either) and `~` (not)"
+    return fail_at(text, at, f"`&`, `|` or {_END}", got, fix)
+
+
+def _second_operand(python: str, at: int) -> int:
+    """Where the second of two operands begins that have no sign between them.
+
+    Python points at the first of them, or at the second. Any other place is returned as it is.
+    """
+    if python[at : at + 1] not in _BEGINS_OF_OPERANDS:
+        return at
+    if python[:at].rstrip().endswith(_ENDS_OF_OPERANDS):
+        return at
+    gap = _BETWEEN_OPERANDS.search(python, at)
+    return at if gap is None else gap.end()
+
+
+def _word_at(text: str, at: int) -> str:
+    found = _ATOM.match(text, at)
+    return found[0] if found else text[at]
+
+
+def _open_brackets(python: str) -> list[int]:
+    """Where brackets stand that are not closed, the innermost last."""
+    opened: list[int] = []
+    for at, sign in enumerate(python):
+        if sign in "([":
+            opened.append(at)
+        elif sign in ")]" and opened:
+            opened.pop()
+    return opened
 
 
 class _Reader:
-    """The expression's tokens, read from left to right."""
+    """Turns those nodes of Python's tree that an expression may have into our own."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, start: int) -> None:
         self.text = text
-        self.kind, self.token, self.at, self._next = "", "", 0, 0
-        self.advance()
+        self.start = start
+        """Columns before the text that Python has read."""
 
-    def advance(self) -> None:
-        found = _TOKEN.match(self.text, self._next)
-        rest = self.text[self._next :]
-        if found is None:
-            self.at = len(self.text) - len(rest.lstrip())
-            if rest.strip():
-                self.kind, self.token = "quoted", rest.strip()
-                raise self.error("the other quotation mark", "close the file name's quotes")
-            self.kind, self.token, self.at = "end", "", len(self.text.rstrip())
-            return
-        self.kind = str(found.lastgroup)
-        self.token, self.at = found[self.kind], found.start(self.kind)
-        self._next = found.end()
+    def mask(self, node: ast.expr) -> Node:
+        match node:
+            case ast.BinOp(op=ast.BitAnd() | ast.BitOr()):
+                return self._combined(node)
+            case ast.UnaryOp(op=ast.Invert(), operand=part):
+                return Negated(self.mask(part))
+            case ast.Name():
+                return self._named(node, (), called=False)
+            case ast.Call(func=ast.Name() as name, args=values, keywords=keywords):
+                known = CATALOGUE.get(self._written(name))
+                given = [Argument(None, self._value(x), self._at(x)) for x in values]
+                given += [self._keyword(self._written(name), known, x) for x in keywords]
+                return self._named(name, tuple(given), called=True)
+        raise self._error(node, "a mask", _ANY_MASK)
 
-    def error(self, expected: str, fix: str, *, at: int | None = None) -> FlexCPError:
-        got = repr(self.token) if self.kind != "end" else "the end of the expression"
-        return fail_at(self.text, self.at if at is None else at, expected, got, fix)
+    def _combined(self, node: ast.BinOp) -> Combined:
+        """A chain of one operator as one node: Python nests it to the left."""
+        sign = type(node.op)
+        parts: list[Node] = []
+        rest: ast.expr = node
+        while isinstance(rest, ast.BinOp) and isinstance(rest.op, sign):
+            parts.append(self.mask(rest.right))
+            rest = rest.left
+        parts.append(self.mask(rest))
+        return Combined("&" if sign is ast.BitAnd else "|", tuple(reversed(parts)))
 
-    def sign(self, *signs: str) -> bool:
-        return self.kind == "sign" and self.token in signs
-
-    def expression(self) -> Node:
-        return self._joined("|", lambda: self._joined("&", self._not))
-
-    def _joined(self, operator: str, part: Callable[[], Node]) -> Node:
-        at, parts = self.at, [part()]
-        while self.sign(operator):
-            self.advance()
-            parts.append(part())
-        return parts[0] if len(parts) == 1 else Combined(operator, tuple(parts), at)
-
-    def _not(self) -> Node:
-        at = self.at
-        if self.sign("~"):
-            self.advance()
-            return Negated(self._not(), at)
-        if self.sign("("):
-            self.advance()
-            inside = self.expression()
-            self._close(")", at)
-            return inside
-        return self._call()
-
-    def _call(self) -> Call:
-        if self.kind != "word":
-            raise self.error("a mask", f"write one of {', '.join(CATALOGUE)}, or module:function")
-        name, at = self.token, self.at
-        if name in _PYTHON_WORDS:
-            raise self.error("a mask", f"write `{_PYTHON_WORDS[name]}`")
+    def _named(self, node: ast.Name, arguments: tuple[Argument, ...], *, called: bool) -> NamedMask:
+        name = self._written(node)
         if ":" not in name and name not in CATALOGUE:
-            raise self.error(f"a mask among {', '.join(CATALOGUE)}", _hint(name))
-        self.advance()
-        if not self.sign("("):
-            return Call(name, (), False, at)
-        opened = self.at
-        self.advance()
-        arguments: list[Argument] = []
-        while not self.sign(")"):
-            arguments.append(self._argument(name))
-            if not self.sign(","):
-                break
-            self.advance()
-        self._close(")", opened)
-        return Call(name, tuple(arguments), True, at)
+            raise self._error(node, f"a mask among {', '.join(CATALOGUE)}", _hint(name))
+        return NamedMask(name, arguments, called, self._at(node))
 
-    def _argument(self, call: str) -> Argument:
-        at, first, kind = self.at, self.token, self.kind
-        value = self._value()
-        if not self.sign("="):
-            return Argument(None, value, at)
-        known = CATALOGUE.get(call)
-        if kind != "word" or (known is not None and first not in known):
-            names = ", ".join(known) if known else "none"
-            raise fail_at(
-                self.text,
-                at,
-                f"one of {call}'s parameters: {names}",
-                repr(first),
-                "use those names",
-            )
-        self.advance()
-        return Argument(first, self._value(), at)
+    def _keyword(self, mask: str, known: tuple[str, ...] | None, keyword: ast.keyword) -> Argument:
+        at = self._at(keyword)
+        name = _word_at(self.text, at)
+        if known is not None and name not in known:
+            names = ", ".join(known) or "none"
+            expected = f"one of {mask}'s parameters: {names}"
+            raise fail_at(self.text, at, expected, repr(name), "use those names")
+        return Argument(name, self._value(keyword.value), at)
 
-    def _value(self) -> Value:
-        if self.sign("["):
-            opened, values = self.at, []
-            self.advance()
-            while not self.sign("]"):
-                values.append(self._value())
-                if not self.sign(","):
-                    break
-                self.advance()
-            self._close("]", opened)
-            return values
-        if self.kind not in ("word", "quoted"):
-            raise self.error("a number, a file name or a list", "write a value here")
-        kind, token = self.kind, self.token
-        self.advance()
-        return token[1:-1] if kind == "quoted" else _number_or_text(token)
+    def _value(self, node: ast.expr) -> Value:
+        written = self._written(node)
+        match node:
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [self._value(part) for part in parts]
+            case ast.Name():
+                return _number_or_text(written)
+            case ast.Constant(value=str()) if _ATOM.fullmatch(written):
+                return written[1:-1]
+        raise self._error(node, _A_VALUE, "write a value here")
 
-    def _close(self, sign: str, opened: int) -> None:
-        if not self.sign(sign):
-            what = f"`{sign}`"
-            fix = f"close the `{self.text[opened]}` at column {opened + 1}"
-            raise self.error(what, fix)
-        self.advance()
+    def _at(self, node: ast.expr | ast.keyword) -> int:
+        return self.start + node.col_offset
+
+    def _written(self, node: ast.expr) -> str:
+        """What the text says where Python saw the node."""
+        assert node.end_col_offset is not None
+        return self.text[self._at(node) : self.start + node.end_col_offset]
+
+    def _error(self, node: ast.expr, expected: str, fix: str) -> FlexCPError:
+        return fail_at(self.text, self._at(node), expected, repr(self._written(node)), fix)
 
 
-def _number_or_text(token: str) -> Value:
+def _number_or_text(word: str) -> Value:
     for number in (parse_size, int, float):
         try:
-            return number(token)
+            return number(word)
         except ValueError:
             continue
-    return token
+    return word
 
 
 def _hint(name: str) -> str:

@@ -12,22 +12,23 @@ from flexcp.errors import FlexCPError
 from flexcp.tools.cli.lengths import Bin, draw, fill, lognormal, read_lengths
 from flexcp.tools.cli.mask_syntax import (
     CATALOGUE,
-    Call,
     Combined,
+    MaskSyntaxError,
+    NamedMask,
     Negated,
     Node,
     Value,
     fail_at,
     parse_mask,
 )
-from flexcp.tools.dotted import import_name
+from flexcp.tools.import_by_name import import_name
 
 if TYPE_CHECKING:
     from flexcp.masks import Mask
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadMask:
     """A mask with what had to be known to make it."""
 
     mask: Mask
@@ -37,11 +38,11 @@ class Read:
     """What was done to the documents to make them fit."""
 
 
-def read_mask(text: str, tokens: int | None) -> Read:
+def read_mask(text: str, tokens: int | None) -> ReadMask:
     """The mask that an expression stands for.
 
     >>> read_mask("causal & document([600, 400])", None)
-    Read(mask=Mask(causal & document), tokens=1000, notes=())
+    ReadMask(mask=Mask(causal & document), tokens=1000, notes=())
     """
     tree = parse_mask(text)
     builder = _Builder(text, tokens)
@@ -52,7 +53,7 @@ def read_mask(text: str, tokens: int | None) -> Read:
     if builder.tokens < 1:
         raise FlexCPError("at least one token", f"{builder.tokens}", "such as --tokens 128K")
     mask = builder.mask(tree)
-    return Read(mask, builder.tokens, tuple(builder.notes))
+    return ReadMask(mask, builder.tokens, tuple(builder.notes))
 
 
 def read_masks(
@@ -122,12 +123,12 @@ class _Builder:
             return self._own(node)
         try:
             return self._from_catalogue(node)
+        except MaskSyntaxError:
+            raise
         except FlexCPError as error:
-            if "^" in error.fix:
-                raise
             raise self._at(node, error.expected, error.got, error.fix) from None
 
-    def _from_catalogue(self, call: Call) -> Mask:
+    def _from_catalogue(self, call: NamedMask) -> Mask:
         from flexcp import masks
 
         given = self._bound(call)
@@ -153,7 +154,7 @@ class _Builder:
             ) from None
         return made
 
-    def _bound(self, call: Call) -> dict[str, Any]:
+    def _bound(self, call: NamedMask) -> dict[str, Any]:
         """Arguments by the names of the mask's parameters."""
         names = CATALOGUE[call.name]
         found: dict[str, Any] = {}
@@ -172,7 +173,7 @@ class _Builder:
             found[name] = argument.value
         return found
 
-    def _documents(self, call: Call, given: Mapping[str, Any]) -> list[int]:
+    def _documents(self, call: NamedMask, given: Mapping[str, Any]) -> list[int]:
         assert self.tokens is not None
         if "lengths" not in given:
             raise self._at(
@@ -198,7 +199,7 @@ class _Builder:
             self._note(f"the first {len(found):,} of {len(whole):,} documents, the last one cut")
         return found
 
-    def _drawn(self, call: Call, given: Mapping[str, Any]) -> Mask:
+    def _drawn(self, call: NamedMask, given: Mapping[str, Any]) -> Mask:
         from flexcp import masks
 
         assert self.tokens is not None
@@ -218,7 +219,7 @@ class _Builder:
         return masks.document(lengths=found)
 
     def _number(
-        self, call: Call, given: Mapping[str, Any], name: str, usual: float | None
+        self, call: NamedMask, given: Mapping[str, Any], name: str, usual: float | None
     ) -> float:
         value = given.get(name, usual)
         if not isinstance(value, int | float) or not math.isfinite(value):
@@ -226,7 +227,7 @@ class _Builder:
             raise self._at(call, f"{name} as a number", got, f"such as {name}=1")
         return value
 
-    def _lengths(self, call: Call, given: Value) -> list[int] | list[Bin]:
+    def _lengths(self, call: NamedMask, given: Value) -> list[int] | list[Bin]:
         if isinstance(given, str):
             return read_lengths(given)
         if not isinstance(given, list) or not given or not all(isinstance(x, int) for x in given):
@@ -235,7 +236,7 @@ class _Builder:
             )
         return [int(x) for x in given if isinstance(x, int)]
 
-    def _own(self, call: Call) -> Mask:
+    def _own(self, call: NamedMask) -> Mask:
         """`package.module:function`: a Mask, a mask_mod, or a function that makes either."""
         from flexcp.masks import Mask
 
@@ -271,13 +272,13 @@ class _Builder:
             )
         return Mask(found, call.name.partition(":")[2])
 
-    def _imported(self, call: Call) -> Any:
+    def _imported(self, call: NamedMask) -> Any:
         try:
             return import_name(call.name)
         except FlexCPError as error:
             raise self._at(call, error.expected, error.got, error.fix) from None
 
-    def _at(self, call: Call, expected: str, got: str, fix: str) -> FlexCPError:
+    def _at(self, call: NamedMask, expected: str, got: str, fix: str) -> FlexCPError:
         return fail_at(self.text, call.at, expected, got, fix)
 
     def _note(self, text: str) -> None:

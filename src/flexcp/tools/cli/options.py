@@ -48,6 +48,19 @@ got --ranks 8; such as --ranks 4x2; auto finds a split by itself
         )
 
 
+def unset(metavar: str | None, help: str, **more: Any) -> Any:
+    """An option that need not be given, so that help shows no default.
+
+    Args:
+        metavar: What help calls its value; None leaves that to its type.
+        help: What it is for.
+        more: Further arguments of `typer.Option`.
+    """
+    return typer.Option(metavar=metavar, help=help, show_default=False, **more)
+
+
+FUNCTION = "PACKAGE.MODULE:FUNCTION"
+"""What help calls the name of a function of the user's."""
 FLAG = ""
 """What help says of the value of an option that has none."""
 

@@ -169,7 +169,7 @@ def _summary(found: list[Strategy], title: str, notes: tuple[str, ...]) -> dict[
             "name": plan.considered[0][0],
             "layout": plan.layout.name,
             "schedules": {n: s.name for n, s in plan.schedules.items()},
-            "heads_shared_by": {n: s.inner for n, s in plan.schedules.items()},
+            "heads_shared_by": {n: s.heads_group_size for n, s in plan.schedules.items()},
             "rounds": {n: s.forward.rounds for n, s in plan.schedules.items()},
             "tokens_per_rank": plan.layout.counts.tolist(),
             "stats": asdict(plan.stats()),

@@ -111,8 +111,10 @@ class _Wish:
         where = {"height": height, "width": width, "b": self.element, "h": self.head}
         if self.plan is None:
             return picture_of(self.grid, title=self.title, **where)
-        inner = self.plan.schedule_of().inner
-        return picture_by_rank(self.grid, self.plan.layout, inner=inner, title=self.title, **where)
+        group_size = self.plan.schedule_of().heads_group_size
+        return picture_by_rank(
+            self.grid, self.plan.layout, group_size=group_size, title=self.title, **where
+        )
 
 
 def _write(picture: Picture, out: Path) -> None:

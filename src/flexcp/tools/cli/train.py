@@ -15,6 +15,7 @@ from flexcp.tools.cli.options import (
     mesh_of_option,
     require_groups,
     size_of_option,
+    unset,
 )
 
 if TYPE_CHECKING:
@@ -27,21 +28,16 @@ _MODEL, _PLACE, _PLAN = "Model", "Record", "Plan"
 def train(
     ranks: Annotated[
         Any,
-        typer.Option(
-            parser=mesh_of_option,
-            metavar="RANKS",
-            help="Processes that share every sequence: 2 unless given; 2x2 for 2 groups of 2 that "
+        unset(
+            "RANKS",
+            "Processes that share every sequence: 2 unless given; 2x2 for 2 groups of 2 that "
             "share heads. Under torchrun, as many as it has started.",
-            show_default=False,
+            parser=mesh_of_option,
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            help="A file or a folder of text; Python's standard library unless given.",
-            show_default=False,
-        ),
+        unset("PATH", "A file or a folder of text; Python's standard library unless given."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the run.")] = 100,
     tokens: Annotated[
@@ -67,17 +63,16 @@ def train(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(help="For weights and the order of documents.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a rank that waits for another gives up.")
+    ] = 600.0,
     dim: Annotated[int, typer.Option(help="Width.", rich_help_panel=_MODEL)] = 128,
     layers: Annotated[int, typer.Option(help="Layers.", rich_help_panel=_MODEL)] = 4,
     heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_MODEL)] = 4,
     kv_heads: Annotated[int, typer.Option(help="Key-value heads.", rich_help_panel=_MODEL)] = 2,
     window: Annotated[
         int | None,
-        typer.Option(
-            help="Every other layer sees only so many tokens back.",
-            show_default=False,
-            rich_help_panel=_MODEL,
-        ),
+        unset(None, "Every other layer sees only so many tokens back.", rich_help_panel=_MODEL),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="float32 or float64.", rich_help_panel=_MODEL)
@@ -124,9 +119,9 @@ def train(
     ] = 2,
     stop_after: Annotated[
         int | None,
-        typer.Option(
-            help="Save and end after this step; the same command without it goes on.",
-            show_default=False,
+        unset(
+            None,
+            "Save and end after this step; the same command without it goes on.",
             rich_help_panel=_PLACE,
         ),
     ] = None,
@@ -150,6 +145,7 @@ def train(
         window=window, dtype=dtype, layout=layout, schedule=schedule, head_ranks=head_ranks,
         device=device, checkpoint_every=checkpoint_every, eval_every=eval_every,
         eval_sequences=eval_sequences, stop_after=stop_after, compare=compare, restart=restart,
+        timeout=timeout,
     )  # fmt: skip
     from flexcp.tools.cli.output import print_json
     from flexcp.tools.cli.train_screen import Screen, summary

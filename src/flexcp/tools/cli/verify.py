@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.errors import FlexCPError
-from flexcp.tools.cli.options import FLAG, Debug, Json, Tokens
+from flexcp.tools.cli.options import FLAG, FUNCTION, Debug, Json, Tokens, unset
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,43 +28,25 @@ def verify(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the sequence.")] = 2,
     mask: Annotated[
         str | None,
-        typer.Option(
-            metavar="MASK",
-            help="What may attend, as for `flexcp plan`. By default what the model says.",
-            show_default=False,
-        ),
+        unset("MASK", "What may attend, as for `flexcp plan`. By default what the model says."),
     ] = None,
     documents: Annotated[
         str | None,
-        typer.Option(
-            metavar="LENGTHS",
-            help="Packed documents, such as 40,25,32; positions start again in each.",
-            show_default=False,
-        ),
+        unset("LENGTHS", "Packed documents, such as 40,25,32; positions start again in each."),
     ] = None,
     step: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PACKAGE.MODULE:FUNCTION",
-            help="Your code of one rank: (model, batch, mesh) -> loss.",
-            show_default=False,
-        ),
+        str | None, unset(FUNCTION, "Your code of one rank: (model, batch, mesh) -> loss.")
     ] = None,
     single: Annotated[
         str | None,
-        typer.Option(
-            metavar="PACKAGE.MODULE:FUNCTION",
-            help="Your code of one process: (model, batch) -> loss. By default --step on one rank.",
-            show_default=False,
+        unset(
+            FUNCTION,
+            "Your code of one process: (model, batch) -> loss. By default --step on one rank.",
         ),
     ] = None,
     batch: Annotated[
         str | None,
-        typer.Option(
-            metavar="PACKAGE.MODULE:FUNCTION",
-            help="A function that returns the whole batch; random tokens by default.",
-            show_default=False,
-        ),
+        unset(FUNCTION, "A function that returns the whole batch; random tokens by default."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a random batch.")] = 1,
     gradients: Annotated[
@@ -100,7 +82,7 @@ def verify(
         )
     from flexcp.tools.cli.dtypes import dtype_of
     from flexcp.tools.cli.masks import read_mask
-    from flexcp.tools.dotted import import_name
+    from flexcp.tools.import_by_name import import_name
     from flexcp.tools.verify import verify as run
 
     rule: Any = None

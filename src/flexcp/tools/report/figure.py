@@ -37,7 +37,12 @@ def save_figure(plan: Plan, path: str | Path, *, mask: str | None = None, title:
         )
     ]
     picture = picture_by_rank(
-        grid, plan.layout, height=_PIXELS, width=_PIXELS, inner=schedule.inner, title=title
+        grid,
+        plan.layout,
+        height=_PIXELS,
+        width=_PIXELS,
+        group_size=schedule.heads_group_size,
+        title=title,
     )
     rows, cols = picture.share.shape
     right = _MARGIN + _SIDE + 48

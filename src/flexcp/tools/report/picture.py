@@ -143,12 +143,13 @@ def picture_by_rank(
     width: int = 256,
     b: int = 0,
     h: int = 0,
-    inner: int = 1,
+    group_size: int = 1,
     title: str = "",
 ) -> Picture:
-    """The same, painted by the rank that computes each tile: the owner of its queries.
+    """The picture of a mask, painted by the rank that computes each tile: the owner of its queries.
 
-    With `inner` ranks sharing heads, tiles have the colour of the rank in their group's middle.
+    With `group_size` ranks sharing heads, a tile has the colour of the rank in the middle of its
+    group.
 
     >>> import flexcp
     >>> from flexcp.layout import head_tail
@@ -166,11 +167,11 @@ def picture_by_rank(
     runs = grid.plane(b, h)
     high, wide = min(height, runs.rows), min(width, runs.cols)
     share = coverage(runs, height, width)
-    pieces = Pieces.of(layout, b if layout.lanes > 1 else 0, grid.block_size[0])
+    pieces = Pieces.of(layout, b if layout.batch_elements > 1 else 0, grid.block_size[0])
     size = (pieces.last - pieces.first).double()
     tokens = torch.zeros(runs.rows, dtype=torch.float64).index_add_(0, pieces.block, size)
-    group = torch.div(pieces.rank, inner, rounding_mode="floor")
-    shown = (group * inner + inner // 2).clamp(max=layout.ranks - 1)
+    group = torch.div(pieces.rank, group_size, rounding_mode="floor")
+    shown = (group * group_size + group_size // 2).clamp(max=layout.ranks - 1)
     palette = torch.tensor(rank_colours(layout.ranks), dtype=torch.float64) / 255
     paint = torch.zeros(high, wide, 3, dtype=torch.float64)
     for channel in range(3):

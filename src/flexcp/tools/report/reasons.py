@@ -48,8 +48,8 @@ def _about_work(plan: Plan, others: Sequence[Strategy]) -> str:
 
 
 def _is_plain(plan: Plan) -> bool:
-    inner = {schedule.inner for schedule in plan.schedules.values()}
-    return plan.layout.name == "contiguous" and inner == {1}
+    group_sizes = {schedule.heads_group_size for schedule in plan.schedules.values()}
+    return plan.layout.name == "contiguous" and group_sizes == {1}
 
 
 def _about_traffic(plan: Plan) -> str:
@@ -60,10 +60,10 @@ def _about_traffic(plan: Plan) -> str:
         f"A rank receives at most {format_bytes(most)} forward: "
         f"{_percent(stats.received_fraction)} of the rows that an all-gather brings"
     )
-    if first.inner > 1:
+    if first.heads_group_size > 1:
         text += (
-            f", and {first.inner} ranks at a time share the heads of their rows, so that each "
-            "receives only its own heads"
+            f", and {first.heads_group_size} ranks at a time share the heads of their rows, so "
+            "that each receives only its own heads"
         )
     return text + "."
 

@@ -66,7 +66,7 @@ def _views(plan: Plan) -> list[dict[str, Any]]:
             label = name or grid.mask.name
             if len(grid.runs) > 1:
                 label += f" · batch element {b}, head {h}"
-            views.append({"label": label, "mask": name, "lane": b, **_tiles(shown, plane_shown)})
+            views.append({"label": label, "mask": name, "element": b, **_tiles(shown, plane_shown)})
     return views
 
 
@@ -121,8 +121,8 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "layout": plan.layout.name,
         "schedules": {n: s.name for n, s in plan.schedules.items()},
         "rounds": {n: s.forward.rounds for n, s in plan.schedules.items()},
-        "inner": {n: s.inner for n, s in plan.schedules.items()},
-        "lanes": first.layout.lanes,
+        "group_sizes": {n: s.heads_group_size for n, s in plan.schedules.items()},
+        "batch_elements": first.layout.batch_elements,
         "tokens": plan.layout.counts.tolist(),
         "stats": asdict(plan.stats()),
         "runs": pack_whole(torch.stack([stop - start, owner], dim=1)),
@@ -132,14 +132,14 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
 
 def _timeline(plan: Plan, name: str) -> dict[str, Any]:
     found = timeline(plan, name)
-    groups, inner = plan.schedules[name].groups.ranks, plan.schedules[name].inner
+    groups, group_size = plan.schedules[name].groups.ranks, plan.schedules[name].heads_group_size
     most = max(len(s.rounds) for s in found.spans)
     shown = _some_groups(found.spans, groups, max(8, _MOST_SPANS // most))
     totals = {"forward": found.forward, "backward": found.backward}
     return {
         "forward": found.forward,
         "backward": found.backward,
-        "inner": inner,
+        "group_size": group_size,
         "groups": shown.tolist(),
         "of": groups,
         "spans": [

@@ -12,7 +12,7 @@ from flexcp.tools.train.config import TrainConfig
 from flexcp.tools.train.data import PackedBatch
 from flexcp.tools.train.events import Compared
 from flexcp.tools.train.model import ByteTransformer
-from flexcp.tools.train.step import loss_of, prepare
+from flexcp.tools.train.step import loss_of, rank_batch
 from flexcp.tools.train.team import Team
 
 _ROUNDINGS = 16
@@ -33,7 +33,7 @@ def compare_with_one_process(
         loss: That of all ranks.
     """
     from_ranks = _take_gradients(model)
-    own_loss = loss_of(model, prepare(batch, config, Team()))
+    own_loss = loss_of(model, rank_batch(batch, config, Team()))
     own_loss.backward()
     own = _take_gradients(model)
     for name, parameter in model.named_parameters():

@@ -10,7 +10,7 @@ from flexcp.errors import FlexCPError
 
 HARMLESS = (
     "data", "out", "layout", "schedule", "head_ranks", "device", "checkpoint_every", "eval_every",
-    "eval_sequences", "stop_after", "compare", "restart",
+    "eval_sequences", "stop_after", "compare", "restart", "timeout",
 )  # fmt: skip
 """What may differ when a run is resumed. The data's content is compared, not its place."""
 
@@ -83,6 +83,8 @@ got 3 heads; pass --kv-heads 1, or --heads 2
     """Whether rank 0 also trains in one process, and compares losses and gradients."""
     restart: bool = False
     """Whether to begin anew where `out` has a checkpoint."""
+    timeout: float = 600.0
+    """Seconds after which a rank that waits for another gives up."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -96,8 +98,9 @@ got 3 heads; pass --kv-heads 1, or --heads 2
             _refuse("eval_sequences", "at least 0", self.eval_sequences)
         if self.tokens < 2:
             _refuse("tokens", "at least 2: a token, and the one that it predicts", self.tokens)
-        if not self.lr > 0:
-            _refuse("lr", "more than 0", self.lr)
+        for name in ("lr", "timeout"):
+            if not getattr(self, name) > 0:
+                _refuse(name, "more than 0", getattr(self, name))
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in allowed:
                 _refuse(name, " or ".join(allowed), getattr(self, name))

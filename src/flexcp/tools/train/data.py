@@ -185,7 +185,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _parts(documents: tuple[Document, ...], longest: int) -> tuple[Document, ...]:
-    """The same bytes in documents of at most `longest` tokens."""
+    """Documents cut into such of at most `longest` tokens; no byte is lost."""
     parts = []
     for document in documents:
         start = document.start

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,17 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """An optimizer step."""
+class AfterStep:
+    """Something that happens once a number of optimizer steps are done."""
 
     step: int
-    """Counted from 1."""
+    """How many are done, those before a checkpoint included."""
+
+
+@dataclass(frozen=True)
+class Stepped(AfterStep):
+    """An optimizer step."""
+
     loss: float
     gradient_norm: float
     """Before clipping."""
@@ -45,18 +50,16 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluated(AfterStep):
     """The loss on held-out documents."""
 
-    step: int
     eval_loss: float
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The same step in one process."""
+class Compared(AfterStep):
+    """A step on the ranks beside one in a single process on the same batch."""
 
-    step: int
     loss: float
     one_process_loss: float
     gradient_norm: float
@@ -70,7 +73,7 @@ class Compared:
 
     @property
     def loss_difference(self) -> float:
-        """Relative."""
+        """How far the two losses are apart, relative to the one of a single process."""
         return abs(self.loss - self.one_process_loss) / max(abs(self.one_process_loss), 1e-30)
 
     @property
@@ -80,18 +83,16 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved(AfterStep):
     """A checkpoint is on disk."""
 
-    step: int
     path: str
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(AfterStep):
     """The run ends: all steps are done, or it was asked to stop."""
 
-    step: int
     steps: int
     first_loss: float | None
     last_loss: float | None
@@ -124,13 +125,19 @@ class Failed:
     """Whether another rank's end caused it."""
 
 
-Event = Started | Stepped | Evaluated | Compared | Saved | Finished | Failed
+Event = Started | Stepped | Evaluated | Compared | CheckpointSaved | Finished | Failed
 """What a run reports, as it happens."""
 Listener = Callable[[Event], None]
-_KINDS: dict[str, Any] = {
-    kind.__name__.lower(): kind
-    for kind in (Started, Stepped, Evaluated, Compared, Saved, Finished, Failed)
+_KINDS: dict[str, type[Event]] = {
+    "started": Started,
+    "stepped": Stepped,
+    "evaluated": Evaluated,
+    "compared": Compared,
+    "saved": CheckpointSaved,
+    "finished": Finished,
+    "failed": Failed,
 }
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 _MARK = '{"event": '
 
 
@@ -140,7 +147,7 @@ def to_line(event: Event) -> str:
     >>> to_line(Evaluated(25, 2.5))
     '{"event": "evaluated", "step": 25, "eval_loss": 2.5}'
     """
-    return json.dumps({"event": type(event).__name__.lower(), **asdict(event)})
+    return json.dumps({"event": _NAMES[type(event)], **asdict(event)})
 
 
 def from_line(line: str) -> Event | None:
@@ -155,8 +162,7 @@ def from_line(line: str) -> Event | None:
     data = json.loads(line)
     if "files" in data:
         data["files"] = tuple(data["files"])
-    event: Event = _KINDS[data.pop("event")](**data)
-    return event
+    return _KINDS[data.pop("event")](**data)
 
 
 def ignore(_: Event) -> None:

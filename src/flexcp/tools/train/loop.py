@@ -17,18 +17,18 @@ from flexcp.tools.train.config import TrainConfig
 from flexcp.tools.train.curve import CURVE, METRICS, Record
 from flexcp.tools.train.data import Corpus, PackedDocuments, load_corpus
 from flexcp.tools.train.events import (
+    CheckpointSaved,
     Compared,
     Evaluated,
     Finished,
     Listener,
-    Saved,
     Started,
     Stepped,
     ignore,
 )
 from flexcp.tools.train.model import ByteTransformer
 from flexcp.tools.train.optimizer import clip_and_step, learning_rate, make_optimizer
-from flexcp.tools.train.step import loss_of, make_model, prepare
+from flexcp.tools.train.step import loss_of, make_model, rank_batch
 from flexcp.tools.train.team import Team
 
 
@@ -141,8 +141,8 @@ class _Run:
         config, team, model = self.config, self.team, self.model
         start = time.perf_counter()
         batch = stream.batch(number - 1, config.batch, config.tokens)
-        prepared = prepare(batch, config, team)
-        loss = loss_of(model, prepared)
+        mine = rank_batch(batch, config, team)
+        loss = loss_of(model, mine)
         loss.backward()
         team.sum_gradients_(model)
         sums = torch.stack([loss.detach().double(), loss.new_tensor(stop).double()])
@@ -161,7 +161,7 @@ class _Run:
             lr=learning_rate(number, config),
             documents=sum(map(len, batch.lengths)),
             seconds=time.perf_counter() - start,
-            plan_seconds=prepared.plan_seconds,
+            plan_seconds=mine.plan_seconds,
         )
         self._tell(event, record)
         if compared is not None:
@@ -181,8 +181,8 @@ class _Run:
         losses = []
         with torch.no_grad():
             for n in range(config.eval_sequences):
-                prepared = prepare(stream.batch(n, 1, config.tokens), config, self.team)
-                losses.append(loss_of(self.model, prepared).double())
+                mine = rank_batch(stream.batch(n, 1, config.tokens), config, self.team)
+                losses.append(loss_of(self.model, mine).double())
         mean = torch.stack(losses).mean()
         self.team.sum_(mean)
         self._tell(Evaluated(step, float(mean)), record)
@@ -195,14 +195,14 @@ class _Run:
             self.corpus.fingerprint,
         )  # fmt: skip
         record.draw()
-        self.listen(Saved(step, str(path)))
+        self.listen(CheckpointSaved(step, str(path)))
 
     def _announce(self, stream: PackedDocuments, done: int) -> None:
         config, team = self.config, self.team
         layout = ""
         if team.mesh is not None:
             batch = stream.batch(min(done, config.steps - 1), config.batch, config.tokens)
-            plan = prepare(batch, config, team).plan
+            plan = rank_batch(batch, config, team).plan
             assert plan is not None
             names = dict.fromkeys(s.name for s in plan.schedules.values())
             layout = f"{plan.layout.name}, {' and '.join(names)}"

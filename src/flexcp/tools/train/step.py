@@ -20,8 +20,8 @@ from flexcp.tools.train.team import Team
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """What a rank needs of a batch."""
+class RankBatch:
+    """A rank's part of a batch, with what its attention must know of the whole."""
 
     local: dict[str, Tensor | int]
     """Its rows of tokens, labels and positions, and the number of scored tokens of the batch."""
@@ -42,7 +42,7 @@ class Prepared:
 
 
 def make_model(config: TrainConfig) -> ByteTransformer:
-    """The same weights on every rank."""
+    """The model with its first weights, which are equal on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = ByteTransformer(
@@ -65,7 +65,7 @@ def masks_of(batch: PackedBatch, window: int | None) -> dict[str, Mask]:
     return {"full": full, "sliding": full & masks.sliding_window(window)}
 
 
-def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
+def rank_batch(batch: PackedBatch, config: TrainConfig, team: Team) -> RankBatch:
     """This rank's rows of a batch. Every batch is packed anew, so every batch has its own plan."""
     by_kind = masks_of(batch, config.window)
     sequences, tokens = batch.tokens.shape
@@ -93,13 +93,13 @@ def prepare(batch: PackedBatch, config: TrainConfig, team: Team) -> Prepared:
         restart_positions=True,
     )
     local = {n: x.to(config.device) if isinstance(x, Tensor) else x for n, x in local.items()}
-    return Prepared(local, by_kind, None if alone else plan, seconds)
+    return RankBatch(local, by_kind, None if alone else plan, seconds)
 
 
-def loss_of(model: ByteTransformer, prepared: Prepared) -> Tensor:
+def loss_of(model: ByteTransformer, mine: RankBatch) -> Tensor:
     """This rank's part of the loss; the parts of all ranks add up to that of one process."""
-    local = prepared.local
-    logits = model(local["input_ids"], local["position_ids"], prepared.attend)
+    local = mine.local
+    logits = model(local["input_ids"], local["position_ids"], mine.attend)
     labels, scored = local["labels"], local["num_scored"]
     assert isinstance(labels, Tensor)
     assert isinstance(scored, int)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flexcp.comm.faults import answered
 from flexcp.comm.summing import replace_by_sums
 
 T = TypeVar("T")
@@ -33,7 +34,8 @@ class Team:
     def sum_(self, x: Tensor) -> None:
         """Replaces x by its sum over the ranks; the same bits on all of them."""
         if self.mesh is not None:
-            dist.all_reduce(x)
+            with answered(_everybody(), "adding up over all ranks"):
+                dist.all_reduce(x)
 
     def sum_gradients_(self, model: nn.Module) -> None:
         """Every rank has the gradients of its own rows; after this, all have those of the batch."""
@@ -51,5 +53,18 @@ class Team:
         if self.mesh is None:
             return x
         box = [x]
-        dist.broadcast_object_list(box, src=0)
+        with answered(_everybody(), "hearing from rank 0"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def wait_for_all(self) -> None:
+        """Returns once all ranks have come here."""
+        if self.mesh is not None:
+            with answered(_everybody(), "the end of the run"):
+                dist.barrier()
+
+
+def _everybody() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "a mesh without a process group"
+    return group

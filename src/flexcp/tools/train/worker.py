@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import os
 import signal
@@ -24,6 +25,7 @@ from flexcp.testing.processes import is_consequence
 from flexcp.tools.train.config import TrainConfig
 from flexcp.tools.train.events import Event, Failed, Finished, Listener, to_line
 from flexcp.tools.train.loop import require_device, train
+from flexcp.tools.train.team import Team
 
 _LONGEST = 1000
 """Characters of a message: what ranks write to one pipe must not mix."""
@@ -37,10 +39,16 @@ def train_on_ranks(
     if config.device == "cuda":
         require_device(config, local_rank)
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+    dist.init_process_group(
+        "nccl" if config.device == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=config.timeout),
+    )
     try:
-        ended = train(config, _mesh(config), listen=listen, should_stop=should_stop)
-        dist.barrier()  # whoever leaves first would cut off those that still read from it
+        mesh = _mesh(config)
+        ended = train(config, mesh, listen=listen, should_stop=should_stop)
+        Team(
+            mesh
+        ).wait_for_all()  # whoever leaves first would cut off those that still read from it
         return ended
     finally:
         dist.destroy_process_group()

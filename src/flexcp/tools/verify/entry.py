@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from traceback import walk_tb
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.comm.simulated import RankError
@@ -16,22 +19,22 @@ from flexcp.masks import Mask, MaskMod, causal, document
 from flexcp.tools.verify.evidence import Convention, Evidence, Probe
 from flexcp.tools.verify.gradients import check_gradients
 from flexcp.tools.verify.hf import Transformers, is_transformers, with_documents
-from flexcp.tools.verify.models import build_model, name_of
-from flexcp.tools.verify.observe import Observation
-from flexcp.tools.verify.plain import Plain
-from flexcp.tools.verify.probes import Numbering, perturbed, tokens_name, unevenly_scored
-from flexcp.tools.verify.reach import Reach
-from flexcp.tools.verify.requests import document_ids, require, require_used, whole_batch
-from flexcp.tools.verify.rows import (
+from flexcp.tools.verify.input_checks import (
     check_order,
     check_positions,
     check_repeatable,
     check_tokens,
 )
-from flexcp.tools.verify.run import Bench, Job, Parallel, Single
+from flexcp.tools.verify.models import build_model, name_of
+from flexcp.tools.verify.observe import Observation
+from flexcp.tools.verify.plain import Plain
+from flexcp.tools.verify.probes import Numbering, perturbed, tokens_name, unevenly_scored
+from flexcp.tools.verify.receptive_field import ReceptiveField
+from flexcp.tools.verify.requests import document_ids, require, require_used, whole_batch
+from flexcp.tools.verify.run import Job, Parallel, Single, StepRunner
 from flexcp.tools.verify.scoring import check_labels, check_loss, check_scaling
-from flexcp.tools.verify.sight import check_leakage, check_logits, check_reach, choose_places
 from flexcp.tools.verify.verdict import Check, Verdict
+from flexcp.tools.verify.visibility import check_leakage, check_logits, check_reach, choose_places
 
 CHECKS = (
     "runs",
@@ -109,7 +112,7 @@ def verify(
         dtype: The type to convert the model to; None leaves it. "auto" is float64, where nothing
             hides in rounding, but float32 for Transformers, whose models go through it anyway.
         layout: For a model without `parallel`, as in `make_plan`.
-        schedule: Likewise.
+        schedule: As for `flexcp.make_plan`.
         seed: For weights, tokens, and whatever is random in a step.
         timeout: Seconds that a gloo rank waits for another.
 
@@ -166,9 +169,9 @@ def verify(
         f"{name_of(model)} on {_count(world_size)} {ranks} ranks, "
         f"{tokens.shape[0]} × {tokens.shape[1]} tokens"
     )
-    bench = Bench(built, single, parallel or _missing, world_size, ranks, seed, timeout)
+    runner = StepRunner(built, single, parallel or _missing, world_size, ranks, seed, timeout)
     try:
-        evidence = _gather(bench, plain, whole, name, mask, gradients, losses or gradients)
+        evidence = _gather(runner, plain, whole, name, mask, gradients, losses or gradients)
     except RankError as error:
         return Verdict((_did_not_run(error, ranks),), title, error)
     checks = [
@@ -194,7 +197,7 @@ _ALL = (
 
 
 def _gather(
-    bench: Bench,
+    runner: StepRunner,
     plain: Plain | None,
     batch: dict[str, Any],
     name: str,
@@ -208,35 +211,28 @@ def _gather(
     jobs = [Job(batch), Job(batch, "logits")]
     jobs += [Job(numbered, "integers") for numbered in numbering.batches(batch, name)]
     jobs += [] if uneven is None else [Job(uneven)]
-    alone = bench.alone(jobs)
+    alone = runner.alone(jobs)
     calls = alone[0].calls
     if plain is not None:
         if not calls:
             raise FlexCPError(
                 "a model that calls scaled_dot_product_attention or flexcp.flex_attention",
                 "one whose attention can't be seen",
-                "pass parallel=: how your code gets its loss on a rank",
+                "pass parallel=: how your code gets its loss on a rank; in place of torch's "
+                "flex_attention, import that of flexcp.compat.flex_attention",
             )
-        bench = Bench(
-            bench.model,
-            bench.single,
-            partial(plain.parallel, like=calls[0]),
-            bench.world_size,
-            bench.ranks,
-            bench.seed,
-            bench.timeout,
-        )
+        runner = replace(runner, parallel=partial(plain.parallel, like=calls[0]))
         mask = plain.mask_of(calls[0])
-    reach = None
+    field = None
     if mask is not None:
-        reach = Reach.of(
+        field = ReceptiveField.of(
             mask,
             tokens.shape[1],
             batch=tokens.shape[0],
             heads=calls[0].q.shape[1] if calls and calls[0].q.dim() == 4 else 1,
-            layers=len(calls) or _layers(bench.model) or tokens.shape[1],
+            layers=len(calls) or _layers(runner.model) or tokens.shape[1],
         )
-    together = bench.together(jobs)
+    together = runner.together(jobs)
     last = 2 + numbering.digits
     key = numbering.key(alone[2:last])
     places_alone = None if key is None else numbering.read(alone[2:last], key)
@@ -253,12 +249,12 @@ def _gather(
         places=places,
         key=key,
         probes=(),
-        reach=reach,
+        receptive_field=field,
         gradients=gradients,
         losses=losses,
         is_padding=_padding(batch, tokens),
     )
-    return _probed(evidence, bench, batch, name, numbering.base)
+    return _probed(evidence, runner, batch, name, numbering.base)
 
 
 def _layers(model: Any) -> int:
@@ -281,7 +277,7 @@ def _places(
 
 
 def _probed(
-    evidence: Evidence, bench: Bench, batch: dict[str, Any], name: str, base: int
+    evidence: Evidence, runner: StepRunner, batch: dict[str, Any], name: str, base: int
 ) -> Evidence:
     """With what changes when single tokens do, if the logits of tokens can be told apart."""
     before = evidence.by_place(evidence.alone.logits, evidence.places_alone)
@@ -289,17 +285,19 @@ def _probed(
     if before is None or before_ranks is None:
         return evidence
     places = choose_places(
-        evidence.tokens, evidence.owners(), evidence.reach, _PROBES, evidence.is_padding
+        evidence.tokens, evidence.owners(), evidence.receptive_field, _PROBES, evidence.is_padding
     )
     jobs = [Job(perturbed(batch, name, place, base), "logits") for place in places]
     probes = []
-    for place, alone, together in zip(places, bench.alone(jobs), bench.together(jobs), strict=True):
+    for place, alone, together in zip(
+        places, runner.alone(jobs), runner.together(jobs), strict=True
+    ):
         after = evidence.by_place(alone.logits, evidence.places_alone)
         after_ranks = evidence.gathered([one.logits for one in together])
         if after is None or after_ranks is None:
             return evidence
         probes.append(Probe(place, _change(before, after), _change(before_ranks, after_ranks)))
-    return Evidence(**{**vars(evidence), "probes": tuple(probes)})
+    return replace(evidence, probes=tuple(probes))
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
@@ -312,11 +310,19 @@ def _did_not_run(error: RankError, ranks: str) -> Check:
     why, fix = "the code of a rank raised", "look at the exception: Verdict.error has it"
     if isinstance(cause, FlexCPError):
         why, fix = f"expected {cause.expected}, got {cause.got}", cause.fix
-    elif ranks == "simulated" and "process group" in str(cause).lower():
+    elif ranks == "simulated" and _lacks_process_group(cause):
         why = "the step uses torch.distributed, which simulated ranks don't have"
         fix = 'pass ranks="gloo"'
     found = f"rank {error.rank} raised {type(cause).__name__}"
     return Check("runs", "failed", found, where=f"rank {error.rank}: {text}", cause=why, fix=fix)
+
+
+def _lacks_process_group(error: BaseException) -> bool:
+    """Whether torch.distributed itself raised an error in a process that has no process group."""
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return bool(raised_in) and raised_in[-1].startswith("torch.distributed")
 
 
 def _missing(*_: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexcp.testing.tolerance import tolerance
 from flexcp.tools.verify.observe import Observation
-from flexcp.tools.verify.reach import Reach
+from flexcp.tools.verify.receptive_field import ReceptiveField
 from flexcp.tools.verify.verdict import Check
 
 Convention = Literal["summed", "averaged", "reduced"]
@@ -26,7 +26,7 @@ class Probe:
     alone: Tensor
     """float [B * S] How much the logits of each token changed in one process; relative."""
     together: Tensor
-    """The same on the ranks; NaN for tokens that no rank has."""
+    """float [B * S] How much they changed on the ranks; NaN for tokens that no rank has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Evidence:
     alone: Observation
     """One process."""
     alone_again: Observation
-    """The same, with another seed."""
+    """One process once more, with another seed."""
     together: Sequence[Observation]
     """By rank."""
     together_again: Sequence[Observation]
@@ -53,12 +53,12 @@ class Evidence:
     places_alone: Tensor | None
     """int64 [rows] Where one process's rows are."""
     places: Sequence[Tensor] | None
-    """The same by rank."""
+    """int64 [rows] by rank: where the rows of each are."""
     key: str | None
     """Where tokens enter the model."""
     probes: Sequence[Probe]
     """Empty if logits can't be told apart by token."""
-    reach: Reach | None
+    receptive_field: ReceptiveField | None
     """What the mask allows, if it was given."""
     gradients: Convention
     """What happens to the ranks' gradients after the step."""
@@ -142,7 +142,7 @@ class Evidence:
         return whole
 
     def gathered(self, values: Sequence[Tensor | None]) -> Tensor | None:
-        """The same of all ranks together."""
+        """[B * S, ...] in float64: the rows of all ranks put to their places."""
         if self.places is None:
             return None
         whole: Tensor | None = None

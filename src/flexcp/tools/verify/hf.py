@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from flexcp.documents import positions_within
+from flexcp.batch import positions_within
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, document
@@ -142,8 +142,8 @@ class Transformers:
     ) -> dict[str, Mask | MaskMod]:
         """The masks of the model's types of layer; documents never see each other."""
         from flexcp.integrations.transformers.global_masks import TokenFacts, global_masks
-        from flexcp.integrations.transformers.habits import infers_documents
-        from flexcp.integrations.transformers.refused import decoder_of
+        from flexcp.integrations.transformers.model_source_probes import infers_documents
+        from flexcp.integrations.transformers.unsupported import decoder_of
 
         infers = infers_documents(decoder_of(cast(Any, model)))
         facts = TokenFacts.of(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexcp.errors import FlexCPError
-from flexcp.tools.dotted import import_name
+from flexcp.tools.import_by_name import import_name
 from flexcp.tools.verify.hf import from_transformers, is_transformers
 
 

@@ -15,16 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from flexcp.compat.intercept import SDPA, Interception
 from flexcp.errors import FlexCPError
-from flexcp.ops import attention, flex_attention
+from flexcp.ops import attention
 
-_SDPA = torch._C._nn.scaled_dot_product_attention
 _CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as)
-_WATCHED = frozenset(
-    {_SDPA, attention, flex_attention, functional.embedding, torch.arange, *_CASTS}
-)
+_WATCHED = frozenset({attention, functional.embedding, torch.arange, *_CASTS})
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +53,7 @@ class Observation:
     logits: Tensor | None = None
     """[tokens, vocabulary] The model's output, if it was called once and gave such."""
     logits_gradient: Tensor | None = None
-    """The same shape: of the loss, by the logits."""
+    """[tokens, vocabulary] The gradient of the loss by the logits."""
     integers: dict[str, Tensor] = field(default_factory=dict)
     """Integer tensors that modules and embeddings were called with, by their first place."""
     calls: list[AttentionCall] = field(default_factory=list)
@@ -143,20 +140,33 @@ def _hooks(model: nn.Module, seen: Observation, outputs: list[Any]) -> Iterator[
             handle.remove()
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(Interception):
     """Notes what goes into embeddings and attention, and who counts rows."""
+
+    looks_into_layers = False
 
     def __init__(self, seen: Observation) -> None:
         super().__init__()
         self.seen = seen
         self.embeddings = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def sdpa(self, *args: Any, **kwargs: Any) -> Any:
+        return self._attention(SDPA, args, kwargs)
+
+    def flex(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._attention(function, args, kwargs)
+
+    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if not (torch.compiler.is_dynamo_compiling() or _in_backward()):
+            self.seen.calls.append(_call(func, args, kwargs, result))
+        return result
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _WATCHED or torch.compiler.is_dynamo_compiling() or _in_backward():
             return func(*args, **kwargs)
+        if func is attention:
+            return self._attention(func, args, kwargs)
         result = func(*args, **kwargs)
         if func is functional.embedding:
             key = f"embedding {self.embeddings}"
@@ -164,10 +174,8 @@ class _Watch(TorchFunctionMode):
             self.embeddings += 1
         elif func is torch.arange:
             self.seen.counted.append(result.shape[0])
-        elif func in _CASTS:
-            self._cast(args[0].dtype, result.dtype)
         else:
-            self.seen.calls.append(_call(func, args, kwargs, result))
+            self._cast(args[0].dtype, result.dtype)
         return result
 
     def _cast(self, before: torch.dtype, after: torch.dtype) -> None:
@@ -193,7 +201,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         return AttentionCall("attention", q, k, v, out, positions=plan.positions())
     names = (
         ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        if func is _SDPA
+        if func is SDPA
         else ("score_mod", "block_mask")
     )
     options = {**dict(zip(names, args[3:], strict=False)), **kwargs}

@@ -5,23 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from flexcp.batch import cross_entropy, shard_batch
+from flexcp.compat.intercept import SDPA, Interception, in_force
 from flexcp.errors import FlexCPError
-from flexcp.integrations._recomputation import kept_for_recomputation
+from flexcp.integrations._torch_flex import refusing_by_name
 from flexcp.integrations.context_parallel import ContextParallel
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, causal, full
 from flexcp.ops import flex_attention
 from flexcp.plan import Plan, make_plan
-from flexcp.tools.verify.observe import _SDPA, AttentionCall, _logits
+from flexcp.tools.verify.observe import AttentionCall, _logits
 
 _TOKENS = ("input_ids", "tokens", "inputs", "input", "ids", "idx", "x")
 _POSITIONS = ("position_ids", "positions", "pos", "input_pos")
@@ -64,7 +64,7 @@ class Plain:
         padding = batch.get("attention_mask")
         if padding is not None:
             labels[padding == 0] = -100
-        with kept_for_recomputation(lambda: _Attend(self.mask)), _Attend(self.mask):
+        with refusing_by_name(), in_force(lambda: _Attend(self.mask)):
             logits = logits_of(model, tokens, places)
         flat = logits[:, :-1].flatten(0, 1)
         flat = flat if flat.dtype == torch.float64 else flat.float()
@@ -145,20 +145,33 @@ def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
     return logits
 
 
-class _Attend(TorchFunctionMode):
+class _Attend(Interception):
     """Attention under a mask within one process, by the oracle: nothing that the ranks run."""
+
+    looks_into_layers = False
 
     def __init__(self, mask: Mask | MaskMod | None) -> None:
         super().__init__()
         self.mask = mask
+        self.trains_flex_op_on_cpu = mask is not None  # `flex_op` then refuses, and says why
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def sdpa(self, *args: Any, **kwargs: Any) -> Any:
+        return self._attend(SDPA, _sdpa, args, kwargs)
+
+    def flex(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._attend(function, flex_attention, args, kwargs)
+
+    def flex_op(self, *args: Any, **kwargs: Any) -> Any:
+        if self.mask is not None:
+            _refuse_torch_flex()
+        return super().flex_op(*args, **kwargs)
+
+    def _attend(
+        self, function: Any, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in (_SDPA, flex_attention) or self.mask is None:
-            return func(*args, **kwargs)
-        names = list(inspect.signature(_sdpa if func is _SDPA else flex_attention).parameters)
+        if self.mask is None:
+            return function(*args, **kwargs)
+        names = list(inspect.signature(signature).parameters)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if given.get("dropout_p"):
             raise FlexCPError(
@@ -176,6 +189,19 @@ class _Attend(TorchFunctionMode):
             kernel_options={"kernel": "reference"},
             **options,
         )
+
+
+def _refuse_torch_flex() -> NoReturn:
+    raise FlexCPError(
+        "attention that can be given the mask: F.scaled_dot_product_attention or "
+        "flexcp.flex_attention",
+        "torch's flex_attention",
+        "import flex_attention from flexcp.compat.flex_attention, which is the same otherwise",
+    )
+
+
+# Run while dynamo traces the operator: it can't trace errors.
+_refuse_torch_flex._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):  # type: ignore[no-untyped-def]

@@ -31,7 +31,7 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
+class StepRunner:
     """A model and the two ways to run it."""
 
     model: nn.Module

@@ -2,7 +2,7 @@
 const stripCanvas = $("strip");
 
 function drawStrip() {
-  const { ctx, width } = sharp(stripCanvas), owners = lane(), top = 4, high = 34;
+  const { ctx, width } = sharp(stripCanvas), owners = ownersShown(), top = 4, high = 34;
   // A column shows its owners in their shares, from top to bottom.
   for (let x = 0; x < width; x++) {
     const from = x / width * DATA.tokens, to = (x + 1) / width * DATA.tokens;
@@ -40,7 +40,7 @@ function drawStrip() {
 const redrawStrip = framed(drawStrip);
 
 stripCanvas.addEventListener("pointermove", event => {
-  const box = stripCanvas.getBoundingClientRect(), owners = lane();
+  const box = stripCanvas.getBoundingClientRect(), owners = ownersShown();
   const token = Math.min(DATA.tokens - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * DATA.tokens)));
   const at = lastUpTo(owners.start, token), rank = owners.owner[at];
   focusRank(rank);

@@ -3,8 +3,8 @@ const $ = id => document.getElementById(id);
 const state = { strategy: 0, view: 0, rank: null, order: "rank" };
 const strategy = () => unpackLayout(DATA.strategies[state.strategy]);
 const view = () => unpackTiles(DATA.views[state.view]);
-const inner = () => strategy().inner[view().mask];
-const lane = () => strategy().owners[strategy().lanes > 1 ? view().lane : 0];
+const groupSize = () => strategy().group_sizes[view().mask];
+const ownersShown = () => strategy().owners[strategy().batch_elements > 1 ? view().element : 0];
 
 const RANK_RGB = DATA.colours.map(c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16)));
 const rankCss = r => DATA.colours[r];

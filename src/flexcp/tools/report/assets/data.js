@@ -57,19 +57,19 @@ function unpackTiles(view) {
   return Object.assign(view, { first, start, stop, partial, areaAt, pairs, tiles: null });
 }
 
-// Who owns which tokens, by token; a lane per batch element if they differ.
+// Who owns which tokens, by token; one list per batch element if they differ.
 function unpackLayout(strategy) {
   if (strategy.owners) return strategy;
-  const numbers = wholeOf(strategy.runs), lanes = [];
-  let position = 0, lane = { start: [], owner: [] };
+  const numbers = wholeOf(strategy.runs), owners = [];
+  let position = 0, found = { start: [], owner: [] };
   for (let i = 0; i < numbers.length; i += 2) {
-    lane.start.push(position);
-    lane.owner.push(numbers[i + 1]);
+    found.start.push(position);
+    found.owner.push(numbers[i + 1]);
     position += numbers[i];
-    if (position >= DATA.tokens) { lanes.push(lane); lane = { start: [], owner: [] }; position = 0; }
+    if (position >= DATA.tokens) { owners.push(found); found = { start: [], owner: [] }; position = 0; }
   }
-  for (const one of lanes) one.stop = [...one.start.slice(1), DATA.tokens];
-  strategy.owners = lanes;
+  for (const one of owners) one.stop = [...one.start.slice(1), DATA.tokens];
+  strategy.owners = owners;
   return strategy;
 }
 

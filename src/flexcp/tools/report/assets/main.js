@@ -64,7 +64,7 @@ function choose(i) {
 }
 
 function writeLegends() {
-  const size = inner(), swatches = element("span", { className: "swatches", role: "img", ariaLabel: `Colours of ranks 0 to ${DATA.ranks - 1}` });
+  const size = groupSize(), swatches = element("span", { className: "swatches", role: "img", ariaLabel: `Colours of ranks 0 to ${DATA.ranks - 1}` });
   for (let r = 0; r < DATA.ranks; r++) { const bar = element("i", { title: `rank ${r}` }); bar.style.background = rankCss(r); swatches.append(bar); }
   $("legend").replaceChildren(swatches, element("span", { textContent: `Rank 0 to rank ${DATA.ranks - 1}.` + (size > 1 && size < DATA.ranks ? ` A tile is computed by ${size} ranks, each for some heads: it has the colour of the middle one.` : "") + " Paler: partly allowed." }));
   const kinds = new Set(timeline().spans.map(s => s.kind));

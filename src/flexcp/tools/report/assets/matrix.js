@@ -38,7 +38,7 @@ function addRun(sums, steps, width, left, right, weight, rgb) {
 }
 
 function paintTiles(image, width, height, area) {
-  const shown = view(), owners = lane(), size = inner(), colours = groupColours(size);
+  const shown = view(), owners = ownersShown(), size = groupSize(), colours = groupColours(size);
   const [rowsPer, keysPer] = shown.block, empty = themeRgb("empty");
   const q0 = area.y * shown.length[0], perY = area.h * shown.length[0] / height;
   const k0 = area.x * shown.length[1], perX = area.w * shown.length[1] / width;
@@ -127,7 +127,7 @@ function drawTileEdges(ctx, plot, area) {
 
 // A band of owners along an edge of the plot.
 function drawOwnerBand(ctx, from, to, length, horizontal, place, plot) {
-  const owners = lane(), extent = horizontal ? plot.w : plot.h;
+  const owners = ownersShown(), extent = horizontal ? plot.w : plot.h;
   const steps = Math.max(1, Math.round(extent));
   for (let i = 0; i < steps; i++) {
     const token = Math.min(length - 1, (from + (to - from) * (i + 0.5) / steps) * length);
@@ -201,7 +201,7 @@ function inspect(event) {
   const key = Math.min(shown.length[1] - 1, Math.floor((area.x + px * area.w) * shown.length[1]));
   cursor = { row, key };
   const tile = tileAt(shown, Math.floor(row / shown.block[0]), Math.floor(key / shown.block[1]));
-  const owners = lane(), at = lastUpTo(owners.start, row), size = inner();
+  const owners = ownersShown(), at = lastUpTo(owners.start, row), size = groupSize();
   const asks = owners.owner[at], holds = owners.owner[lastUpTo(owners.start, key)];
   const group = Math.floor(asks / size), local = Math.floor(holds / size) === group;
   const computed = tile.kind === "empty" ? "nobody: nothing is allowed here" : groupName(group, size) + (size > 1 ? ", each some heads" : "");

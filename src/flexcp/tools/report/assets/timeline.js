@@ -15,13 +15,13 @@ function timeline() {
   return found;
 }
 
-function laneHeight(count) { return count <= 8 ? 34 : count <= 16 ? 22 : count <= 32 ? 15 : 10; }
+function lineHeight(count) { return count <= 8 ? 34 : count <= 16 ? 22 : count <= 32 ? 15 : 10; }
 
 function drawTime() {
-  const found = timeline(), lanes = found.groups.length, each = laneHeight(lanes);
-  timeCanvas.parentElement.style.height = TIME.top + lanes * each + 6 + "px";
+  const found = timeline(), groupCount = found.groups.length, each = lineHeight(groupCount);
+  timeCanvas.parentElement.style.height = TIME.top + groupCount * each + 6 + "px";
   const { ctx, width } = sharp(timeCanvas), area = timeZoom.area, total = found.forward + found.backward || 1;
-  timePlot = { x: TIME.left, y: TIME.top, w: width - TIME.left - 2, h: lanes * each };
+  timePlot = { x: TIME.left, y: TIME.top, w: width - TIME.left - 2, h: groupCount * each };
   const x = seconds => timePlot.x + (seconds / total - area.x) / area.w * timePlot.w;
   const colours = Object.fromEntries(Object.keys(KINDS).map(k => [k, themeColour(k)]));
   ctx.save();
@@ -38,8 +38,8 @@ function drawTime() {
       if (span.to[i] <= span.from[i]) continue;
       const a = Math.max(timePlot.x - 1, x(base + span.from[i] * whole)), b = Math.min(timePlot.x + timePlot.w + 1, x(base + span.to[i] * whole));
       if (b <= timePlot.x || a >= timePlot.x + timePlot.w) continue;
-      const at = i % lanes, first = Math.floor(found.groups[at] * found.inner), y = TIME.top + at * each;
-      ctx.globalAlpha = state.rank === null || (state.rank >= first && state.rank < first + found.inner) ? 1 : 0.22;
+      const at = i % groupCount, first = Math.floor(found.groups[at] * found.group_size), y = TIME.top + at * each;
+      ctx.globalAlpha = state.rank === null || (state.rank >= first && state.rank < first + found.group_size) ? 1 : 0.22;
       const wide = Math.max(0.4, b - a - (b - a > 3 ? 0.8 : 0));
       if (span.kind === "compute") ctx.fillRect(a, y, wide, split);
       else if (span.kind === "swap") ctx.fillRect(a, y, wide, each - gap);
@@ -53,12 +53,12 @@ function drawTime() {
   ctx.textAlign = "right";
   const every = Math.max(1, Math.ceil(13 / each));
   found.groups.forEach((group, at) => {
-    if (at % every === 0) ctx.fillText(groupName(group, found.inner), TIME.left - 8, TIME.top + at * each + Math.min(each - 2, each / 2 + 4));
+    if (at % every === 0) ctx.fillText(groupName(group, found.group_size), TIME.left - 8, TIME.top + at * each + Math.min(each - 2, each / 2 + 4));
   });
   const rounds = strategy().rounds[view().mask];
   $("time-note").textContent = `${rounds} round${rounds === 1 ? "" : "s"}. ` +
     (found.groups.length < found.of ? `${found.groups.length} of ${found.of} ranks are shown, the busiest among them. ` : "") +
-    (found.inner > 1 ? `${found.inner} ranks at a time share the heads of their rows; a line is the busiest of them.` : "");
+    (found.group_size > 1 ? `${found.group_size} ranks at a time share the heads of their rows; a line is the busiest of them.` : "");
   timeCanvas.setAttribute("aria-label", `Timeline: forward ${asSeconds(found.forward)}, backward ${asSeconds(found.backward)}, in ${rounds} rounds`);
 }
 const redrawTime = framed(drawTime);
@@ -85,18 +85,18 @@ function drawTimeAxis(ctx, found, x, area, total) {
 }
 
 timeCanvas.addEventListener("pointermove", event => {
-  const [px, py] = timeZoom.share(event), found = timeline(), lanes = found.groups.length;
-  const at = Math.floor(py * lanes), area = timeZoom.area;
-  if (at < 0 || at >= lanes || px < 0 || px > 1) { unfocus(); return; }
+  const [px, py] = timeZoom.share(event), found = timeline(), groupCount = found.groups.length;
+  const at = Math.floor(py * groupCount), area = timeZoom.area;
+  if (at < 0 || at >= groupCount || px < 0 || px > 1) { unfocus(); return; }
   const total = found.forward + found.backward, seconds = (area.x + px * area.w) * total, now = [];
   for (const span of found.spans) {
     const base = span.passing === "forward" ? 0 : found.forward, share = (seconds - base) / found[span.passing];
-    for (let i = at; i < span.from.length; i += lanes)
+    for (let i = at; i < span.from.length; i += groupCount)
       if (span.from[i] <= share && share < span.to[i])
-        now.push(`${KINDS[span.kind]}${span.kind === "swap" ? "" : `, round ${span.rounds[(i - at) / lanes]}`}, ${asSeconds((span.to[i] - span.from[i]) * found[span.passing])}`);
+        now.push(`${KINDS[span.kind]}${span.kind === "swap" ? "" : `, round ${span.rounds[(i - at) / groupCount]}`}, ${asSeconds((span.to[i] - span.from[i]) * found[span.passing])}`);
   }
-  focusRank(found.groups[at] * found.inner);
-  const name = groupName(found.groups[at], found.inner);
+  focusRank(found.groups[at] * found.group_size);
+  const name = groupName(found.groups[at], found.group_size);
   showTip(event, lines(name[0].toUpperCase() + name.slice(1), `${seconds < found.forward ? "forward" : "backward"}, at ${asSeconds(seconds)}`, ...(now.length ? now : ["waits"])));
 });
 timeCanvas.addEventListener("pointerleave", () => unfocus());

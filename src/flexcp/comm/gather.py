@@ -1,0 +1,46 @@
+"""Gathering rows of a sharded tensor from all ranks, differentiably."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.comm.interface import Transport
+
+
+def gather_shards(
+    x: Tensor, dim: int, counts: Sequence[int], transport: Transport
+) -> tuple[Tensor, ...]:
+    """The parts of all ranks, by rank; the gradient of the own part is the own gradient.
+
+    Every rank gets the same parts, and is taken to do the same with them: as if the tensor had
+    never been sharded.
+
+    Args:
+        x: This rank's part.
+        dim: The dimension along which parts differ in length; not negative.
+        counts: The length of every rank's part.
+        transport: How to reach the other ranks.
+    """
+    parts: tuple[Tensor, ...] = _GatherShards.apply(x, dim, counts, transport)  # type: ignore[no-untyped-call]
+    return parts
+
+
+class _GatherShards(torch.autograd.Function):
+    """An all-gather whose backward keeps the gradient of this rank's own part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, counts: Sequence[int], transport: Transport
+    ) -> tuple[Tensor, ...]:
+        ctx.rank = transport.rank
+        shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in counts]
+        parts = transport.all_gather(x.detach().contiguous(), shapes)
+        return tuple(x.clone() if r == ctx.rank else part for r, part in enumerate(parts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[ctx.rank], None, None, None

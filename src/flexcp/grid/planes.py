@@ -1,0 +1,40 @@
+"""Planes: the batch elements and heads between which a mask can differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.masks.graph import MaskGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """The (b, h) pairs for which a mask may differ; all others repeat one of these."""
+
+    b: Tensor
+    """int64 [P] Batch element of each plane."""
+    h: Tensor
+    """int64 [P] Head of each plane."""
+    of: Tensor
+    """int64 [batch, heads] The plane of each batch element and head."""
+
+    @classmethod
+    def of_mask(cls, graph: MaskGraph, batch: int, heads: int) -> Planes:
+        """As few planes as the mask's dependence on b and h allows."""
+        some_b = batch if "b" in graph.reads else 1
+        some_h = heads if "h" in graph.reads else 1
+        b = torch.arange(some_b).repeat_interleave(some_h)
+        h = torch.arange(some_h).repeat(some_b)
+        own = torch.arange(some_b * some_h).view(some_b, some_h)
+        return cls(b, h, own.expand(batch, heads))
+
+    def __len__(self) -> int:
+        return self.b.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.b.nbytes + self.h.nbytes + self.of.nbytes

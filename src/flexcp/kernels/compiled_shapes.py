@@ -1,0 +1,89 @@
+"""Compiled shapes: what a kernel runs for a mask, made on first use and kept for the next call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexcp.eager import outside_of_inference_mode, tensors_to_keep
+from flexcp.grid import BlockGrid
+from flexcp.kernels.head_groups import HeadGroup, head_groups_of
+from flexcp.kernels.interface import Shapes
+from flexcp.kernels.program import Program, make_program
+from flexcp.kernels.shapes import shapes_of
+
+_SLAB_BYTES = 250
+"""What a slab takes, as an object with six integers."""
+
+
+class CompiledShapes:
+    """Shapes and what calls derive from them: programs, head groups and positions on a device.
+
+    >>> from flexcp.kernels.interface import causal_shapes
+    >>> compiled = CompiledShapes(causal_shapes(64))
+    >>> compiled.program(0, fused=True) is compiled.program(0, fused=True)
+    True
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self._shapes_nbytes = sum(
+            _SLAB_BYTES * len(plane.slabs) + sum(tile.bits.nbytes for tile in plane.tiles)
+            for plane in shapes.planes
+        )
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
+        self._positions: dict[tuple[str, torch.device], Tensor] = {}
+
+    def program(self, plane: int, *, fused: bool) -> Program:
+        """What runs for the pairs of a plane, with or without fused ops for large rectangles."""
+        key = (plane, fused)
+        if key not in self._programs:
+            with tensors_to_keep():
+                made = make_program(self.shapes.planes[plane], self.shapes.q_len, fused=fused)
+            self._programs[key] = made
+        return self._programs[key]
+
+    def head_groups(self, batch: int, q_heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
+        """The batch elements and heads of tensors of these sizes that run together."""
+        key = (batch, q_heads, kv_heads)
+        if key not in self._head_groups:
+            self._head_groups[key] = head_groups_of(self.shapes, *key)
+        return self._head_groups[key]
+
+    def positions(self, which: str, device: torch.device) -> Tensor:
+        """int64 [L] Global position of each query row ("q") or key ("kv"), on a device."""
+        key = (which, device)
+        found = self._positions.get(key)
+        if found is None:
+            shapes = self.shapes
+            given = shapes.q_positions if which == "q" else shapes.kv_positions
+            length = shapes.q_len if which == "q" else shapes.kv_len
+            with outside_of_inference_mode():
+                found = (torch.arange(length) if given is None else given).to(device)
+            if type(found) is Tensor:  # nothing that a FakeTensorMode made outlives it
+                self._positions[key] = found
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shapes and programs, about."""
+        programs = sum(program.nbytes for program in tuple(self._programs.values()))
+        positions = sum(tensor.nbytes for tensor in tuple(self._positions.values()))
+        return self._shapes_nbytes + programs + positions
+
+
+def compiled_shapes_of(grid: BlockGrid) -> CompiledShapes:
+    """The shapes of a grid's mask, compiled once and kept with the grid.
+
+    >>> import flexcp
+    >>> grid = flexcp.build_block_grid(flexcp.masks.causal(), 300)
+    >>> compiled_shapes_of(grid) is compiled_shapes_of(grid)
+    True
+    """
+    return grid.derived.once(CompiledShapes, lambda: _compiled(grid))
+
+
+def _compiled(grid: BlockGrid) -> CompiledShapes:
+    with tensors_to_keep():
+        return CompiledShapes(shapes_of(grid))

@@ -1,0 +1,207 @@
+"""The two calls of attention: on one device, and over a plan. Nothing but arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+from flexcp.errors import FlexCPError
+from flexcp.kernels.score import ScoreFunction
+from flexcp.ops.arguments import (
+    as_scale,
+    autocast,
+    check_sinks,
+    check_tensors,
+    needs_gradients,
+    overridable,
+)
+from flexcp.ops.autograd import differentiable
+from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention
+from flexcp.ops.local import local_attention
+from flexcp.ops.mask_cache import MaskLike
+from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
+from flexcp.ops.traced import traced_local_attention, traced_sharded_attention
+from flexcp.plan import Plan
+
+
+@overridable
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: MaskLike | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention as torch's `flex_attention`, with gradients for everything.
+
+    A query that may see nothing gives 0, lse -inf, and zero gradients. Planning happens on the
+    first call with a mask object and is kept with it: a Mask is a value, so make a new one rather
+    than change a tensor that it captures. A plain function is planned again at every call.
+
+    Args:
+        query: [B, H, Lq, D] in float64, float32, bfloat16 or float16.
+        key: [B, G, Lkv, D]; a batch size of 1 is shared by all batch elements.
+        value: [B, G, Lkv, Dv].
+        score_mod: a function of (score, b, h, q_idx, kv_idx) that returns the score to use.
+            Tensors that it captures get gradients.
+        block_mask: a torch BlockMask, a BlockGrid, a Mask or a mask_mod; None allows every pair.
+        scale: factor on the scores; 1 / sqrt(D) by default.
+        enable_gqa: whether G may be less than H; H must then be a multiple of G.
+        return_lse: whether to return lse as well.
+        kernel_options: {"kernel": name} asks for one of `flexcp.kernels.KERNELS`. The tuning
+            options of torch's GPU kernels are for the kernel "flex".
+        return_aux: which auxiliary outputs to return: `AuxRequest(lse=..., max_scores=...)`.
+        sinks: [H] logits that join each row's denominator.
+
+    Returns:
+        out [B, H, Lq, Dv] in the query's type; with `return_lse` also lse [B, H, Lq], the natural
+        logarithm of the denominators in float32 (float64 for float64); with `return_aux` an
+        `AuxOutput` instead. Gradients flow through out and lse.
+
+    >>> from flexcp import masks
+    >>> q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    >>> out, lse = flex_attention(q, k, v, block_mask=masks.causal(), return_lse=True)
+    >>> torch.allclose(out[:, :, 0], v[:, :, 0])
+    True
+    """
+    query, key, value = autocast(query, key, value)
+    check_tensors(query, key, value, enable_gqa)
+    if return_lse and return_aux is not None:
+        raise FlexCPError(
+            "return_lse or return_aux", "both", "pass return_aux=AuxRequest(lse=True) alone"
+        )
+    if sinks is not None:
+        check_sinks(sinks, query)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    factor = as_scale(scale)
+    factor = query.shape[-1] ** -0.5 if factor is None else factor
+    wants_max = return_aux is not None and return_aux.max_scores
+    kernel, options = _kernel_asked_for(kernel_options)
+    if not torch.compiler.is_compiling():
+        out, lse, highest = local_attention(
+            query, key, value, block_mask, scale=factor, score_mod=score_mod, sinks=sinks,
+            max_scores=wants_max, kernel=kernel, options=options,
+        )  # fmt: skip
+    elif kernel in ("flex", "reference"):
+        raise FlexCPError(
+            "a kernel that can be part of a compiled graph",
+            repr(kernel),
+            "leave it out inside torch.compile, or call it outside",
+        )
+    elif score_mod is None:
+        out, lse, highest = compiled_local_attention(
+            query, key, value, block_mask, factor, sinks, wants_max, kernel
+        )
+    else:
+        out, lse, highest = traced_local_attention(
+            query, key, value, block_mask, score_mod, factor, sinks
+        )
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None, highest if wants_max else None)
+    return (out, lse) if return_lse else out
+
+
+@overridable
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    mask: str | None = None,
+    score_mod: ScoreFunction | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of this rank's queries over the whole sequence, with gradients.
+
+    Every rank calls it with its own rows, as `plan.shard` gives them. Gradients of k and v are
+    complete on the rank that owns them. Gradients of `sinks` and of tensors that `score_mod`
+    captures are those of what this rank computes: sum them over ranks, as for any parameter.
+
+    Args:
+        q: [B, H, L, D], the rows of `plan.positions()`.
+        k: [B, G, L, D], of the same rows; H must be a multiple of G.
+        v: [B, G, L, Dv], of the same rows.
+        plan: What `make_plan` returned, with a mesh.
+        mask: The name of the mask, if the plan was made for several.
+        score_mod: A function of (score, b, h, q_idx, kv_idx), which sees global positions.
+        scale: Factor on the scores; 1 / sqrt(D) by default.
+        sinks: [H] logits that join each row's denominator.
+        return_lse: Whether to return lse [B, H, L] as well; gradients flow through it.
+
+    >>> import flexcp
+    >>> from flexcp.testing import simulate
+    >>> def rank(mesh):
+    ...     plan = flexcp.make_plan(flexcp.masks.causal(), 10, mesh, num_heads=2, head_dim=4)
+    ...     x = torch.ones(1, 2, 10, 4)
+    ...     out = attention(*(plan.shard(x, 2) for _ in range(3)), plan)
+    ...     return plan.unshard(out, 2)
+    >>> torch.allclose(simulate(rank, 3)[0], torch.ones(1, 2, 10, 4))
+    True
+    """
+    if not torch.compiler.is_compiling():
+        with tell_ranks_on_error(plan):
+            scale = as_scale(scale)
+            q, k, v = _checked(q, k, v, sinks)
+            op = sharded_op(q, k, v, plan, mask, score_mod, scale, sinks)
+        out, lse, *_ = differentiable(op, q, k, v, sinks)
+        return (out, lse) if return_lse else out
+    scale = as_scale(scale)
+    q, k, v = _checked(q, k, v, sinks)
+    if score_mod is None:
+        gradients = needs_gradients(q, k, v, sinks)
+        out, lse = compiled_sharded_attention(q, k, v, plan, mask, scale, sinks, gradients)
+    else:
+        gradients = needs_gradients(k, v)
+        out, lse = traced_sharded_attention(q, k, v, plan, mask, score_mod, scale, sinks, gradients)
+    return (out, lse) if return_lse else out
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as they are computed with, if they fit together."""
+    q, k, v = autocast(q, k, v)
+    check_tensors(q, k, v, True)
+    if sinks is not None:
+        check_sinks(sinks, q)
+    return q, k, v
+
+
+# Tuning options of torch's GPU kernels. torch ignores them on CPU as well.
+_GPU_OPTIONS = frozenset(
+    {
+        "num_warps", "num_stages", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2",
+        "BLOCK_N2", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ",
+        "FORCE_USE_FLEX_ATTENTION", "USE_TMA", "kpack", "matrix_instr_nonkdim", "waves_per_eu",
+        "BACKEND",
+    }
+)  # fmt: skip
+
+
+def _kernel_asked_for(given: Mapping[str, Any] | None) -> tuple[str | None, Mapping[str, Any]]:
+    """The kernel's name, if one is asked for, and the tuning options."""
+    options = dict(given or {})
+    kernel = options.pop("kernel", None)
+    for name in options:
+        if name.removeprefix("fwd_").removeprefix("bwd_") not in _GPU_OPTIONS:
+            raise FlexCPError(
+                "kernel_options to have the key 'kernel' or options of torch's FlexKernelOptions",
+                repr(name),
+                "leave it out",
+            )
+    return kernel, options

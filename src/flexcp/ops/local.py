@@ -1,0 +1,193 @@
+"""Attention on one device: an `AttentionOp` over the shapes of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.kernels import flash
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.flex import flex_forward
+from flexcp.kernels.fused import FusedOp
+from flexcp.kernels.interface import allowed_pairs
+from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
+from flexcp.kernels.reference import dense_attention
+from flexcp.kernels.registry import choose
+from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
+from flexcp.ops.autograd import differentiable
+from flexcp.ops.interface import Gradients, OutputGradients, Saved
+from flexcp.ops.mask_cache import MaskLike, as_grid, compiled_shapes_for
+from flexcp.ops.positions import in_translation, looking_up, on_global_positions, positions_of
+
+
+@dataclass(frozen=True, eq=False)
+class LocalAttention:
+    """Attention over the whole sequence, of which this device has everything."""
+
+    shapes: CompiledShapes
+    """Which pairs attend."""
+    scale: float
+    fused: FusedOp | None
+    """The op for large rectangles; None computes all in strips."""
+    score_mod: ScoreMod | None = None
+    max_scores: bool = False
+    """Whether each row's largest score is wanted: then it is the one extra."""
+
+    name = "attention"
+    replaces_inputs = False
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors that the score function captures, which get gradients."""
+        return () if self.score_mod is None else self.score_mod.captured
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
+        """The result over all keys, sinks included."""
+        with torch.autocast(q.device.type, enabled=False):
+            found = flash.forward(
+                q,
+                k,
+                v,
+                self.shapes,
+                scale=self.scale,
+                fused=self.fused,
+                score_mod=self.score_mod,
+                max_scores=self.max_scores,
+            )
+            out, lse = found.out, found.lse
+            if sinks is not None:
+                out, lse = add_sinks(out, lse, sinks)
+        extras = () if found.max_scores is None else (found.max_scores,)
+        return Saved(q, k, v, sinks, out.to(q.dtype), lse, extras)
+
+    def backward(self, saved: Saved, grads: OutputGradients) -> Gradients:
+        """Gradients of everything, from the saved out and lse."""
+        q, k, v, sinks = saved.q, saved.k, saved.v, saved.sinks
+        with torch.autocast(q.device.type, enabled=False):
+            found = flash.backward(
+                grads.out,
+                q,
+                k,
+                v,
+                saved.out,
+                saved.lse,
+                self.shapes,
+                scale=self.scale,
+                fused=None if grads.lse is not None else self.fused,
+                score_mod=self.score_mod,
+                grad_lse=grads.lse,
+            )
+            grad_sinks = None
+            if sinks is not None:
+                grad_sinks = sinks_gradient(sinks, grads.out, grads.lse, saved.out, saved.lse)
+        in_type = (found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype))
+        return Gradients(*in_type, grad_sinks, found.captured)
+
+    def pack(self, saved: Saved) -> list[Tensor]:
+        """The extras as they are."""
+        return list(saved.extras)
+
+    def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """The extras as they were."""
+        return tuple(packed)
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike | None,
+    *,
+    scale: float,
+    score_mod: ScoreFunction | None,
+    sinks: Tensor | None,
+    max_scores: bool,
+    kernel: str | None,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and, if wanted, the largest scores, by the kernel that suits the tensors best."""
+    positions = None if score_mod is None else positions_of(mask, q.device)
+    choice = choose(
+        q,
+        v,
+        score_mod=score_mod is not None,
+        max_scores=max_scores,
+        is_one_rectangle=mask is None,
+        kernel=kernel,
+    )
+    if choice.kernel == "flex":
+        if score_mod is not None and positions is not None:
+            score_mod = looking_up(score_mod, *positions)
+        found: tuple[Tensor, Tensor, Tensor | None] = in_translation(
+            positions,
+            flex_forward,
+            q,
+            k,
+            v,
+            None if mask is None else as_grid(mask, q, k),
+            scale=scale,
+            score_mod=score_mod,
+            sinks=sinks,
+            max_scores=max_scores,
+            options=options,
+        )
+        return found
+    if score_mod is not None and positions is not None:
+        score_mod = on_global_positions(score_mod, *positions)
+    shapes = compiled_shapes_for(mask, q, k)
+    if choice.kernel == "reference":
+        return _dense(shapes, q, k, v, score_mod, scale, sinks)
+    mod = None
+    if score_mod is not None:
+        mod = examine(score_mod, accumulation_dtype(q.dtype), q.device)
+    op = LocalAttention(shapes, scale, choice.fused, mod, max_scores)
+    out, lse, *extras = differentiable(op, q, k, v, sinks)
+    return out, lse, extras[0] if extras else None
+
+
+def local_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike | None,
+    *,
+    scale: float,
+    max_scores: bool,
+    kernel: str | None,
+) -> LocalAttention:
+    """The op of a call without a score function, as a compiled graph runs it."""
+    # Not "flex", the default on CUDA: it would have to be compiled into the graph by itself.
+    choice = choose(q, v, max_scores=max_scores, kernel="flash" if kernel is None else kernel)
+    return LocalAttention(
+        compiled_shapes_for(mask, q, k), scale, choice.fused, max_scores=max_scores
+    )
+
+
+def _dense(
+    shapes: CompiledShapes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreFunction | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The oracle, with a matrix of all scores."""
+    pairs = shapes.shapes
+    planes = torch.stack([allowed_pairs(pairs, plane) for plane in range(len(pairs.planes))])
+    found = dense_attention(
+        q,
+        k,
+        v,
+        allowed=planes[torch.tensor(pairs.plane_of)].to(q.device),
+        score_mod=score_mod,
+        sinks=sinks,
+        scale=scale,
+        q_positions=shapes.positions("q", q.device),
+        kv_positions=shapes.positions("kv", q.device),
+    )
+    return found.out, found.lse, found.max_scores

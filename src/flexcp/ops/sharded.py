@@ -1,0 +1,289 @@
+"""Attention over a plan: an `AttentionOp` of which every rank runs its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from flexcp.comm import Transport
+from flexcp.comm.agreement import Agreement
+from flexcp.errors import FlexCPError
+from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
+from flexcp.kernels.registry import choose
+from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
+from flexcp.ops.agreement import CallKind
+from flexcp.ops.arguments import needs_gradients
+from flexcp.ops.executor import RoundKernel, run_backward, run_forward
+from flexcp.ops.interface import Gradients, OutputGradients, Saved
+from flexcp.ops.program import RankPrograms
+from flexcp.ops.rows import shape_of_rows
+from flexcp.ops.swap import Swap
+from flexcp.plan import Plan
+
+_SWAP_EXTRAS = 5
+"""How many extras a swap of rows for heads makes: q, k, v, and the result for them with its lse."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedAttention:
+    """Attention under one mask of a plan, as one rank computes it.
+
+    The extras are, after a swap of rows for heads, q, k, v, out and lse on the other side of it;
+    then, where the schedule keeps what forward received, K and V of each round.
+    """
+
+    mask: str
+    """The name of the mask."""
+    agreement: Agreement
+    """What all ranks have to do alike."""
+    transport: Transport
+    programs: RankPrograms
+    swap: Swap | None
+    kernel: RoundKernel
+
+    name = "attention over a plan"
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors that the score function captures, which get gradients."""
+        mod = self.kernel.score_mods[0]
+        return () if mod is None else mod.captured
+
+    @property
+    def replaces_inputs(self) -> bool:
+        """After a swap, the kernel had other tensors than the caller gave."""
+        return self.swap is not None
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether backward uses the K and V that forward received."""
+        return self.programs.schedule.keeps_kv
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
+        """This rank's rows of the output, once all ranks agree on what they compute."""
+        self.transport.compare(self.agreement)
+        swap = self.swap
+        kernel_inputs = (q, k, v)
+        if swap is not None:
+            kv = swap.own_keys(swap.to_heads(torch.cat([k, v], dim=-1), kv=True))
+            kernel_inputs = (swap.to_heads(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
+        with torch.autocast(q.device.type, enabled=False):
+            part, part_lse, kept = run_forward(
+                self.programs.forward, self.transport, self.kernel, *kernel_inputs, self.mask
+            )
+        extras = tuple(kept) if self.keeps_kv else ()
+        if swap is None:
+            out, lse = part, part_lse
+            if sinks is not None:
+                out, lse = add_sinks(out, lse, sinks)
+            return Saved(q, k, v, sinks, out.to(q.dtype), lse, extras)
+        out, lse = swap.to_rows(part.to(q.dtype)).to(part.dtype), swap.to_rows(part_lse)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+            own = swap.heads[swap.place].q
+            part, part_lse = add_sinks(part, part_lse, sinks[own.start : own.stop])
+        swapped = (*kernel_inputs, part.to(q.dtype), part_lse)
+        return Saved(q, k, v, sinks, out.to(q.dtype), lse, (*swapped, *extras))
+
+    def backward(self, saved: Saved, grads: OutputGradients) -> Gradients:
+        """Gradients of this rank's own rows, from those of its output."""
+        swap, dtype = self.swap, saved.q.dtype
+        grad_sinks = None
+        if saved.sinks is not None:
+            grad_sinks = sinks_gradient(saved.sinks, grads.out, grads.lse, saved.out, saved.lse)
+        kept = saved.extras
+        if swap is not None:
+            q, k, v, out, lse = saved.extras[:_SWAP_EXTRAS]
+            kept = saved.extras[_SWAP_EXTRAS:]
+            saved = Saved(q, k, v, None, out, lse)
+            grad_lse = None if grads.lse is None else swap.to_heads(grads.lse)
+            grads = OutputGradients(swap.to_heads(grads.out), grad_lse)
+        with torch.autocast(saved.q.device.type, enabled=False):
+            grad_q, grad_k, grad_v, captured = run_backward(
+                self.programs.backward,
+                self.transport,
+                self.kernel,
+                saved,
+                grads,
+                kept if self.keeps_kv else None,
+                self.mask,
+            )
+        if swap is not None:
+            own = len(swap.heads[swap.place].kv)
+            both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1), own)
+            both, d = swap.to_rows(both.to(dtype), kv=True), saved.k.shape[3]
+            grad_k, grad_v = both[..., :d], both[..., d:]
+            grad_q = swap.to_rows(grad_q.to(dtype))
+        grad_q, grad_k, grad_v = (x.to(dtype) for x in (grad_q, grad_k, grad_v))
+        return Gradients(grad_q, grad_k, grad_v, grad_sinks, captured)
+
+    def pack(self, saved: Saved) -> list[Tensor]:
+        """What was swapped, then all kept rows in one tensor, however many rounds there were."""
+        swapped = 0 if self.swap is None else _SWAP_EXTRAS
+        kept = [x.flatten() for x in saved.extras[swapped:]]
+        rows = torch.cat(kept) if kept else saved.q.new_empty(0)
+        return [*(_in_own_memory(x) for x in saved.extras[:swapped]), rows]
+
+    def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
+        """What was swapped, then the kept rows of each round."""
+        *swapped, rows = packed
+        if not self.keeps_kv:
+            return tuple(swapped)
+        _, k, v = swapped[:3] if swapped else (saved.q, saved.k, saved.v)
+        program = self.programs.forward
+        counts = [sum(m.rows for m in round_.receives) for round_ in program.rounds]
+        shapes = [shape_of_rows(k, v, n, program.by_element) for n in counts]
+        parts = rows.split([prod(shape) for shape in shapes])
+        return *swapped, *(x.view(s) for x, s in zip(parts, shapes, strict=True))
+
+
+def _in_own_memory(x: Tensor) -> Tensor:
+    """A contiguous tensor that shares its memory with no other, as outputs of a custom op must."""
+    if x.numel() == 0:
+        return x.new_empty(x.shape)
+    is_whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if is_whole and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+def sharded_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    mask: str | None,
+    score_mod: ScoreFunction | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    *,
+    gradients: bool | None = None,
+    traced: bool = False,
+) -> ShardedAttention:
+    """The op of a call, if the plan fits the tensors; calls of one kind share it.
+
+    `gradients` says whether a backward pass will follow; None asks the tensors. `traced` says that
+    a score function is part of a compiled graph.
+    """
+    b, h, rows, d = q.shape
+    kind = CallKind(
+        mask,
+        (b, h, k.shape[1], d, v.shape[3], rows, k.shape[2]),
+        q.dtype,
+        q.device,
+        scale,
+        "traced" if traced else "none" if score_mod is None else "eager",
+        sinks is not None,
+        needs_gradients(q, k, v, sinks) if gradients is None else gradients,
+    )
+    if score_mod is not None:
+        return _make_op(plan, kind, q, k, v, score_mod)
+    key = (kind, torch.get_num_threads())  # a kernel is chosen by how many threads there are
+    op: ShardedAttention | None = plan.memo.get(key)
+    if op is None:
+        op = plan.memo.kept(key, lambda: _make_op(plan, kind, q, k, v, None))
+    return op
+
+
+def _make_op(
+    plan: Plan, kind: CallKind, q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreFunction | None
+) -> ShardedAttention:
+    mask = plan.mask_name(kind.mask)
+    transport = plan.transport
+    _check_rows(q, k, plan, transport.rank)
+    schedule = plan.schedules[mask]
+    planned = (plan.shape.num_heads, plan.shape.num_kv_heads)
+    if schedule.heads_group_size > 1 and planned != (q.shape[1], k.shape[1]):
+        raise FlexCPError(
+            f"{planned[0]} query heads and {planned[1]} kv heads, which the plan splits over ranks",
+            f"{q.shape[1]} and {k.shape[1]}",
+            "make the plan with num_heads= and num_kv_heads= of the tensors",
+        )
+    swap = Swap.of(schedule, transport, q.shape[1], k.shape[1])
+    first_head = 0 if swap is None else swap.heads[swap.place].q.start
+    mods: tuple[ScoreMod | None, ...] = (None,)
+    if score_mod is not None:
+        dtype = accumulation_dtype(q.dtype)
+        mods = tuple(
+            examine(shifted(score_mod, b, first_head), dtype, q.device)
+            for b in range(schedule.groups.batch_elements)
+        )
+        if mods[0] is not None and needs_gradients(*mods[0].captured):
+            kind = replace(kind, gradients=True)
+    choice = choose(q, v, score_mod=score_mod is not None, kernel=_kernel(q, score_mod))
+    factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
+    # The op of a kind is kept with the plan, so it must not hold the plan.
+    return ShardedAttention(
+        mask,
+        kind.agreement(plan),
+        transport,
+        plan.memo.kept(
+            ("programs", mask),
+            lambda: RankPrograms(schedule, plan.grids[mask], transport.rank),
+            per_mask=True,
+        ),
+        swap,
+        RoundKernel(factor, choice.fused, mods),
+    )
+
+
+def _kernel(q: Tensor, score_mod: ScoreFunction | None) -> str | None:
+    """Partial results need a kernel that returns them: compiled FlexAttention is no such."""
+    if q.device.type == "cuda":
+        return "flash" if score_mod is None else "scored"
+    return None
+
+
+def shifted(function: ScoreFunction, b: int, h: int) -> ScoreFunction:
+    """A score function that is called with a part of the batch and heads, counted from 0."""
+    if b == 0 and h == 0:
+        return function
+
+    def of_whole(score: Tensor, b_: Tensor, h_: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return function(score, b_ + b, h_ + h, q_idx, kv_idx)
+
+    return of_whole
+
+
+@contextmanager
+def tell_ranks_on_error(plan: Plan) -> Iterator[None]:
+    """Tells the other ranks if this one can't make the call that they make."""
+    try:
+        yield
+    except Exception as error:
+        transport = plan.ranks.transport if isinstance(plan, Plan) else None
+        if transport is not None:
+            with suppress(Exception):  # what went wrong here matters more
+                transport.refuse(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _check_rows(q: Tensor, k: Tensor, plan: Plan, rank: int) -> None:
+    rows = int(plan.layout.counts[rank])
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[2] != rows:
+            raise FlexCPError(
+                f"{name} with the {rows} rows that rank {rank} owns, along dim 2",
+                f"shape {tuple(x.shape)}",
+                "pass what plan.shard(x, 2) gives",
+            )
+    elements = plan.layout.batch_elements
+    if elements > 1 and q.shape[0] != elements:
+        raise FlexCPError(
+            f"{elements} batch elements, since the layout differs between them",
+            f"{q.shape[0]}",
+            "pass the whole batch",
+        )
+    for name, grid in plan.grids.items():
+        of = grid.planes.of
+        matters = (bool((of != of[:1]).any()), bool((of != of[:, :1]).any()))
+        for dim, what in enumerate(("batch elements", "query heads")):
+            if matters[dim] and of.shape[dim] != q.shape[dim]:
+                raise FlexCPError(
+                    f"{of.shape[dim]} {what}, between which the mask {name!r} differs",
+                    f"{q.shape[dim]}",
+                    "make the plan with batch= and num_heads= of the tensors",
+                )

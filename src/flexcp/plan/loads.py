@@ -1,0 +1,67 @@
+"""What all schedules on a layout share: how much work each rank has, and which KV rows it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.layout import Layout
+from flexcp.plan.problem import Problem
+from flexcp.plan.work_profile import WorkProfile
+from flexcp.schedule import Needs
+from flexcp.schedule.ulysses import grouped
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutLoads:
+    """The load that a layout gives its ranks under every mask: work, and KV rows to receive."""
+
+    layout: Layout
+    group_size: int
+    """Consecutive ranks of the smallest group that work and needs are known for; also known for
+    multiples of it."""
+    work: Mapping[str, WorkProfile]
+    """By mask."""
+    needs: Mapping[str, Needs]
+    """By mask; empty for schedules that move all KV rows, whoever needs them."""
+
+    @classmethod
+    def of(
+        cls, problem: Problem, layout: Layout, schedule: str, group_size: int = 1
+    ) -> LayoutLoads:
+        """Measures the work, and finds the KV rows that are needed, of one layout."""
+        groups = grouped(layout, group_size)
+        asks = schedule not in ("ring", "allgather", "ulysses")
+        work = {name: WorkProfile.of([grid], groups) for name, grid in problem.grids.items()}
+        needs = {n: Needs.of([grid], groups) for n, grid in problem.grids.items() if asks}
+        return cls(layout, group_size, work, needs)
+
+    def work_of(self, name: str, group_size: int) -> WorkProfile:
+        """The work of groups of `group_size` ranks under a mask."""
+        return self.work[name].grouped(group_size // self.group_size)
+
+    def needs_of(self, name: str, group_size: int) -> Needs:
+        """What groups of `group_size` ranks need under a mask."""
+        if group_size == self.group_size:
+            return self.needs[name]
+        return self.needs[name].grouped(
+            grouped(self.layout, group_size), group_size // self.group_size
+        )
+
+    def pairs(self, group_size: int) -> Tensor:
+        """float64 [groups] Work of each group, over all masks."""
+        return torch.stack(
+            [self.work_of(name, group_size).before[:, -1] for name in self.work]
+        ).sum(0)
+
+    def is_uneven(self, group_size: int, limit: float) -> bool:
+        """Whether some group has more than `limit` times the mean work."""
+        pairs = self.pairs(group_size)
+        return float(pairs.max()) > limit * float(pairs.mean())
+
+    def asks_for(self, share: float) -> bool:
+        """Whether groups need more than such a share of all rows of the others, under all masks."""
+        return bool(self.needs) and all(needs.exceed(share) for needs in self.needs.values())

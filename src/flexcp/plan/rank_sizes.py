@@ -1,0 +1,56 @@
+"""RankSizes: how large a rank's tensors are during attention, known before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flexcp.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """What one rank holds under one mask: plain numbers, which compiled graphs can depend on.
+
+    Without groups (`swaps` is False), a rank computes its own rows for all heads.
+    """
+
+    swaps: bool
+    """Whether ranks swap rows for heads."""
+    rows: int
+    """Rows whose queries the rank computes, in each batch element."""
+    q_heads: int
+    """Query heads that it computes them for."""
+    kv_heads: int
+    """Key-value heads, as the kernel gets them."""
+    kept_rows: int
+    """Rows of K and V of other ranks that are kept for the backward pass."""
+    kept: Tensor = field(init=False, repr=False, compare=False)
+    """[kept_rows, 0] Carries `kept_rows` as a shape: a compiled graph lets shapes vary from
+    plan to plan, but not a number that it reads from a module or a global."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", torch.empty(self.kept_rows, 0, device="cpu"))
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int, num_heads: int, num_kv_heads: int) -> RankSizes:
+        """From a schedule.
+
+        >>> import flexcp
+        >>> from flexcp.plan import make_plan
+        >>> plan = make_plan(flexcp.masks.full(), 12, 2, schedule="ulysses", num_heads=4)
+        >>> RankSizes.of(plan.schedule_of(), 0, 4, 4)
+        RankSizes(swaps=True, rows=12, q_heads=2, kv_heads=2, kept_rows=0)
+        """
+        group, place = schedule.group_of(rank)
+        kept = 0
+        if schedule.keeps_kv:
+            kept = int(schedule.forward.moves.received(schedule.groups.ranks)[group])
+        heads = (num_heads, num_kv_heads)
+        if schedule.heads_group_size > 1:
+            own = schedule.heads[place]
+            shared = own.shared_kv(num_heads, num_kv_heads)
+            heads = (len(own.q), len(own.kv) if shared is None else len(shared))
+        return cls(schedule.heads_group_size > 1, int(schedule.groups.counts[group]), *heads, kept)

@@ -1,0 +1,108 @@
+"""Where each rank's work lies along the keys, from which the work of every round follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.grid import BlockGrid, BlockKind
+from flexcp.grid.rows import areas_by_plane, runs_of_rows
+from flexcp.layout import Layout
+from flexcp.layout.needed_rows import Pieces
+from flexcp.schedule import Tasks
+
+
+@dataclass(frozen=True, eq=False)
+class WorkProfile:
+    """Pairs of each group's queries with all keys before a block, over batch and query heads."""
+
+    before: Tensor
+    """float64 [groups, batch_elements * blocks + 1] Running sums."""
+    block: int
+    """Keys of a block."""
+    blocks: int
+    """Blocks of keys of one batch element."""
+    seq_len: int
+    """Tokens of one batch element."""
+
+    @classmethod
+    def of(cls, grids: Sequence[BlockGrid], groups: Layout) -> WorkProfile:
+        """From the tiles of the masks. A partial tile counts as the mean one of its row."""
+        cols, size = grids[0].shape[1], grids[0].block_size[1]
+        width = cols * groups.batch_elements + 1
+        slope = torch.zeros(groups.ranks * width, dtype=torch.float64)
+        for grid in grids:
+            for element in range(groups.batch_elements):
+                of = (
+                    grid.planes.of
+                    if groups.batch_elements == 1
+                    else grid.planes.of[element : element + 1]
+                )
+                pieces = Pieces.of(groups, element, grid.block_size[0])
+                for plane, copies in enumerate(
+                    torch.bincount(of.reshape(-1), minlength=len(grid.runs)).tolist()
+                ):
+                    if copies:
+                        _add(slope, width, grid, plane, copies, pieces, element * cols)
+        pairs = slope.view(groups.ranks, width).cumsum(1)[:, :-1]
+        before = torch.nn.functional.pad(pairs.cumsum(1), (1, 0))
+        return cls(before, size, cols, groups.seq_len)
+
+    def grouped(self, group_size: int) -> WorkProfile:
+        """The work of groups of consecutive ranks, from that of their ranks."""
+        if group_size == 1:
+            return self
+        before = self.before.view(-1, group_size, self.before.shape[1]).sum(1)
+        return WorkProfile(before, self.block, self.blocks, self.seq_len)
+
+    def of_tasks(self, work: Tasks, rounds: int) -> Tensor:
+        """float64 [rounds, groups] Pairs of every round."""
+        groups = self.before.shape[0]
+        found = torch.zeros(rounds * groups, dtype=torch.float64)
+        pairs = self._until(work.rank, work.stop) - self._until(work.rank, work.start)
+        found.index_add_(0, work.round * groups + work.rank, pairs)
+        return found.view(rounds, groups)
+
+    def _until(self, group: Tensor, row: Tensor) -> Tensor:
+        element = torch.div(row, self.seq_len, rounding_mode="floor")
+        position = row - element * self.seq_len
+        block = torch.div(position, self.block, rounding_mode="floor")
+        width = (self.seq_len - block * self.block).clamp(1, self.block)
+        part = (position - block * self.block) / width
+        flat = group * self.before.shape[1] + element * self.blocks + block
+        values = self.before.reshape(-1)
+        low = values[flat]
+        high = values[(flat + 1).clamp(max=values.numel() - 1)]
+        return torch.where(part > 0, low + part * (high - low), low)
+
+
+def _add(
+    slope: Tensor,
+    width: int,
+    grid: BlockGrid,
+    plane: int,
+    copies: int,
+    pieces: Pieces,
+    first_col: int,
+) -> None:
+    """Adds the pairs of pieces of rows, as changes from one column of tiles to the next."""
+    runs = grid.runs[plane]
+    size = grid.kv_axis.sizes
+    columns = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
+    length = columns[runs.stop] - columns[runs.start]
+    full = runs.kind == BlockKind.FULL
+    rows = grid.q_axis.sizes
+    in_full = torch.zeros(runs.rows, dtype=torch.int64)
+    in_full.index_add_(0, runs.row[full], (length * rows[runs.row])[full])
+    tiles = torch.zeros(runs.rows, dtype=torch.int64)
+    tiles.index_add_(0, runs.row[~full], (runs.stop - runs.start)[~full])
+    mean = (areas_by_plane(grid)[plane] - in_full).double() / (tiles * rows).clamp(min=1)
+    at, run = runs_of_rows(runs, pieces.block)
+    height = (pieces.last - pieces.first)[at].double() * copies
+    each = torch.where(full[run], height * size[0], height * mean[runs.row[run]])
+    base = pieces.rank[at] * width + first_col
+    slope.index_add_(0, base + runs.start[run], each)
+    slope.index_add_(0, base + runs.stop[run], -each)

@@ -1,0 +1,229 @@
+"""Simulated ranks: collectives, turns, deadlocks and failures."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import flexcp
+from flexcp import FlexCPError, masks, testing
+from flexcp.comm import RankError, RoundLabel, Transport
+from flexcp.plan import make_plan
+
+
+def test_the_transport_has_the_interface_of_a_transport():
+    assert testing.simulate(lambda mesh: isinstance(mesh.transport, Transport), 2) == [True] * 2
+
+
+def test_collectives_give_every_rank_the_same():
+    def fn(mesh):
+        t, r = mesh.transport, mesh.get_rank()
+        gathered = t.all_gather(torch.full((r,), r), [[n] for n in range(3)])
+        swapped = t.all_to_all([torch.tensor(10 * r + p) for p in range(3)], [[]] * 3, range(3))
+        t.barrier()
+        return (
+            [g.tolist() for g in gathered],
+            [int(s) for s in swapped],
+            float(t.all_reduce(torch.tensor(1.0 + r))),
+            t.all_agree(f"rank {r}"),
+        )
+
+    for r, (gathered, swapped, total, texts) in enumerate(testing.simulate(fn, 3)):
+        assert gathered == [[], [1], [2, 2]]
+        assert swapped == [r, 10 + r, 20 + r]
+        assert total == 6.0
+        assert texts == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_transfers_are_asynchronous_and_match_by_label():
+    def fn(mesh):
+        t, r = mesh.transport, mesh.get_rank()
+        like = torch.zeros(1)
+        first = t.exchange(
+            [(1 - r, like + r)], [(1 - r, (1,))], like=like, label=RoundLabel("forward", "a", 0)
+        )
+        second = t.exchange(
+            [(1 - r, like + 10 + r)],
+            [(1 - r, (1,))],
+            like=like,
+            label=RoundLabel("forward", "b", 0),
+        )
+        return float(second.wait()[0]), float(first.wait()[0])
+
+    assert testing.simulate(fn, 2) == [(11.0, 1.0), (10.0, 0.0)]
+
+
+def test_what_is_sent_is_what_it_was_when_it_was_sent():
+    def fn(mesh):
+        t, r = mesh.transport, mesh.get_rank()
+        x = torch.ones(2)
+        pending = t.exchange(
+            [(1 - r, x)], [(1 - r, (2,))], like=x, label=RoundLabel("forward", "", 0)
+        )
+        x.zero_()
+        return pending.wait()[0].tolist()
+
+    assert testing.simulate(fn, 2) == [[1.0, 1.0]] * 2
+
+
+def test_runs_are_the_same_every_time():
+    def run():
+        order = []
+
+        def fn(mesh):
+            for i in range(3):
+                order.append((i, mesh.get_rank()))
+                mesh.transport.barrier()
+
+        testing.simulate(fn, 5)
+        return order
+
+    assert run() == run()
+
+
+def test_a_deadlock_says_who_waits_for_whom():
+    def fn(mesh):
+        r = mesh.get_rank()
+        if r < 2:
+            x = torch.zeros(1)
+            mesh.transport.exchange(
+                [], [(1 - r, (1,))], like=x, label=RoundLabel("forward", "", 3)
+            ).wait()
+
+    with pytest.raises(FlexCPError, match=r"rank 0 waits for rank 1 to send in round 3") as error:
+        testing.simulate(fn, 3)
+    assert "rank 1 waits for rank 0" in str(error.value)
+    assert "ranks [2] have returned" in str(error.value)
+
+
+def test_a_failing_rank_ends_the_others_and_is_named():
+    def fn(mesh):
+        if mesh.get_rank() == 2:
+            raise ValueError("out of luck")
+        mesh.transport.barrier()
+
+    with pytest.raises(RankError, match="rank 2 failed: ValueError: out of luck") as error:
+        testing.simulate(fn, 4)
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_a_message_of_another_shape_or_type_is_an_error():
+    def fn(mesh):
+        r = mesh.get_rank()
+        x = torch.zeros(2 + r)
+        mesh.transport.exchange(
+            [(1 - r, x)], [(1 - r, x.shape)], like=x, label=RoundLabel("forward", "", 1)
+        ).wait()
+
+    with pytest.raises(RankError, match=r"shape \(3,\) from rank 0 in round 1"):
+        testing.simulate(fn, 2)
+
+
+def test_two_dimensional_meshes_know_their_coordinates():
+    def fn(mesh):
+        return mesh.get_coordinate(), mesh.size(), mesh.size(1), mesh.ndim, mesh.get_local_rank(1)
+
+    assert testing.simulate(fn, (2, 3))[4] == ([1, 1], 6, 3, 2, 1)
+
+
+def test_no_ranks_are_refused():
+    for size in (0, -1, True, 2.0, (), (2, 0), "2"):
+        for start in (testing.simulate, testing.spawn):
+            with pytest.raises(FlexCPError, match="at least 1 rank"):
+                start(lambda mesh: None, size)
+
+
+def test_integers_of_numpy_are_integers():
+    sizes = testing.simulate(lambda mesh: mesh.shape, np.int64(2))
+    assert sizes == [(2,)] * 2
+
+
+def test_plans_shard_and_unshard_with_gradients_on_64_ranks():
+    x = torch.randn(2, 300, 4, dtype=torch.float64)
+    weight = torch.randn_like(x)
+
+    def fn(mesh):
+        plan = make_plan(masks.causal(), 300, mesh, block_size=16, batch=2)
+        local = plan.shard(x, 1).requires_grad_()
+        full = plan.unshard(local, 1)
+        assert torch.equal(full, x)
+        (full * weight).sum().backward()
+        assert torch.equal(local.grad, plan.shard(weight, 1))
+        return plan.fingerprint()
+
+    assert len(set(testing.simulate(fn, 64))) == 1
+
+
+def test_plans_with_a_layout_per_batch_element_unshard():
+    ids = torch.stack([torch.arange(90) // 40, torch.arange(90) // 25])
+    x = torch.randn(2, 3, 90)
+
+    def fn(mesh):
+        plan = make_plan(masks.document(ids) & masks.causal(), 90, mesh, block_size=8, batch=2)
+        assert plan.layout.batch_elements == 2
+        return torch.equal(plan.unshard(plan.shard(x, 2), 2), x)
+
+    assert testing.simulate(fn, 4) == [True] * 4
+
+
+def test_unsharding_the_wrong_number_of_rows_is_an_error():
+    def fn(mesh):
+        plan = make_plan(masks.causal(), 10, mesh)
+        plan.unshard(torch.zeros(4), 0)
+
+    with pytest.raises(RankError, match="5 rows along dim 0, as rank 0 owns"):
+        testing.simulate(fn, 2)
+
+
+def test_a_refusal_by_flexcp_is_one_to_the_caller_as_well():
+    def fn(mesh):
+        make_plan(masks.causal(), 100, mesh, schedule="hybrid", num_heads=4)
+
+    with pytest.raises(FlexCPError, match=r"rank 0 failed: .*a mesh of two dimensions") as error:
+        testing.simulate(fn, 2)
+    found, cause = error.value, error.value.__cause__
+    assert isinstance(found, RankError)
+    assert found.rank == 0
+    assert found.failures == {0: cause}
+    assert (found.expected, found.got, found.fix) == (cause.expected, cause.got, cause.fix)
+
+
+def test_other_exceptions_are_not_taken_for_refusals():
+    with pytest.raises(RankError) as error:
+        testing.simulate(lambda mesh: 1 // mesh.get_rank(), 2)
+    assert not isinstance(error.value, FlexCPError)
+
+
+def test_errors_of_ranks_can_be_sent_to_other_processes():
+    for cause in (KeyError("x"), FlexCPError("5 rows", "4", "pass all of them")):
+        error = RankError.of(3, cause)
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert (str(copy), copy.rank, list(copy.failures)) == (str(error), 3, [3])
+        assert isinstance(copy, FlexCPError) == isinstance(cause, FlexCPError)
+
+
+@pytest.mark.parametrize("skipped", ["unshard", "attention", "backward"])
+def test_a_rank_that_leaves_out_a_call_is_a_deadlock_that_says_who_waits_for_whom(skipped):
+    def fn(mesh):
+        plan = flexcp.make_plan(
+            masks.causal(), 40, mesh, num_heads=2, head_dim=8, schedule="exchange"
+        )
+        local = plan.shard(torch.ones(1, 2, 40, 8), 2).requires_grad_()
+        absent = skipped if mesh.get_rank() == 1 else None
+        if absent == "attention":
+            return
+        out = flexcp.attention(local, local, local, plan)
+        if absent != "unshard":
+            plan.unshard(out, 2)
+        if absent != "backward":
+            out.sum().backward()
+
+    with pytest.raises(
+        FlexCPError, match=r"a deadlock: .*rank \d waits for rank 1 to send"
+    ) as error:
+        testing.simulate(fn, 3)
+    assert "all ranks call the same collectives in the same order" in error.value.fix
