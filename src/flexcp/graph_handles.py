@@ -67,3 +67,16 @@ def constant_handle(owner: object) -> Tensor:
     handle = numbered_handle(owner)
     owner_of(handle, keep=True)
     return handle
+
+
+def require_compiled_for(what: str, compiled_for: int, found: int) -> None:
+    """Raises if an owner has other sizes than a graph was told while it was made.
+
+    >>> require_compiled_for("rows", 3, 3)
+    """
+    if found != compiled_for:
+        raise FlexCPError(
+            f"a plan with {compiled_for} {what}, as the compiled graph was made for",
+            f"one with {found}",
+            "call torch.compiler.reset(), and report this: graphs adapt to plans by themselves",
+        )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
-from flexcp.graph_handles import constant_handle, owner_of
+from flexcp.graph_handles import constant_handle, owner_of, require_compiled_for
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.masks import Mask
 from flexcp.ops.interface import AttentionOp, OutputGradients, Saved
@@ -129,12 +129,8 @@ def _attention(
     op = _op_of(q, k, v, sinks, handle, mask, scale, gradients, wants_max, kernel)
     saved = op.forward(q, k, v, sinks)
     packed = op.pack(saved)
-    if kept is not None and packed[-1].numel() != kept:
-        raise FlexCPError(
-            f"a plan that keeps {kept} elements of K and V, as the compiled graph was made for",
-            f"one that keeps {packed[-1].numel()}",
-            "call torch.compiler.reset(), and report this: graphs adapt to plans by themselves",
-        )
+    if kept is not None:
+        require_compiled_for("kept elements of K and V", kept, packed[-1].numel())
     return [saved.out.contiguous(), saved.lse.contiguous(), *packed]
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from flexcp.eager import run_eagerly_on_cpu
-from flexcp.errors import FlexCPError
-from flexcp.graph_handles import owner_of
+from flexcp.graph_handles import owner_of, require_compiled_for
 from flexcp.ops.executor import GradientReturns, KVPrefetcher
 from flexcp.ops.program import RankPrograms, WorkFinder, rows_of_spans
 from flexcp.ops.rows import ROW, KVRows, joined, shape_of_rows
@@ -84,12 +83,8 @@ def fetch_rows(
     op.transport.compare(op.agreement)
     fetch = fetch_of(plan, mask)
     program = fetch.programs.forward
-    if (fetch.rows, program.by_element) != (rows, by_element):
-        raise FlexCPError(
-            f"a plan under which {rows} rows are fetched, as the compiled graph was made for",
-            f"one under which {fetch.rows} are",
-            "call torch.compiler.reset(), and report this: graphs know their plan",
-        )
+    require_compiled_for("fetched rows", rows, fetch.rows)
+    require_compiled_for("layouts by batch element (0 or 1)", by_element, program.by_element)
     own = KVRows.of(k, v, program)
     fetched = KVPrefetcher(program, op.transport, own, "forward", mask)
     came = joined([fetched.keys(round_) for round_ in fetched])

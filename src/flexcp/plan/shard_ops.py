@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
-from flexcp.graph_handles import owner_of
+from flexcp.graph_handles import owner_of, require_compiled_for
 
 
 def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -17,12 +16,7 @@ def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
 
 def _with_that_many(x: Tensor, dim: int, rows: int) -> Tensor:
     """The tensor, if it has as many rows as the graph was told that it would."""
-    if x.shape[dim] != rows:
-        raise FlexCPError(
-            f"a plan under which there are {rows} rows, as the compiled graph was made for",
-            f"one under which there are {x.shape[dim]}",
-            "call torch.compiler.reset(), and report this: graphs adapt to plans by themselves",
-        )
+    require_compiled_for("rows", rows, x.shape[dim])
     return x.contiguous()
 
 
