@@ -24,6 +24,10 @@ class FlexCPError(ValueError):
         return type(self), (self.expected, self.got, self.fix)
 
 
+class PeerError(FlexCPError):
+    """A call that can't be made, or go on, because of what another rank did or did not do."""
+
+
 def whole_number(name: str, value: object, *, at_least: int, fix: str) -> int:
     """The integer, or an error that names it.
 

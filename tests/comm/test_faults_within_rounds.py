@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_while_it_computes_makes_the_others_raise(schedule
         testing.spawn(lambda mesh: run(mesh, schedule, die, when, nth), 3, timeout=20)
     others = {r: str(e) for r, e in caught.value.failures.items() if r != 1}
     assert sorted(others) == [0, 2]
-    where = "all_to_all" if schedule == "ulysses" else ROUND[when]
+    where = "all-to-all" if schedule == "ulysses" else ROUND[when]
     for text in others.values():
         assert "no answer on rank" in text
         assert re.search(where, text), text

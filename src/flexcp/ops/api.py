@@ -158,7 +158,7 @@ def attention(
             scale = as_scale(scale)
             q, k, v = _checked(q, k, v, sinks)
             op = sharded_op(q, k, v, plan, mask, score_mod, scale, sinks)
-        out, lse, *_ = differentiable(op, q, k, v, sinks)
+        out, lse, *_ = differentiable(op.begin(), q, k, v, sinks)
         return (out, lse) if return_lse else out
     scale = as_scale(scale)
     q, k, v = _checked(q, k, v, sinks)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Pending, RoundLabel, Transport
+from flexcp.comm import PassLabel, Pending, Transport
 from flexcp.kernels import flash
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.merge import accumulation_dtype, merge_into
@@ -45,7 +44,7 @@ def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: str,
+    labels: PassLabel,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out, lse) of the rank's queries over all keys, in the accumulation type.
 
@@ -53,7 +52,7 @@ def run_forward(
     """
     total: tuple[Tensor, Tensor] | None = None
     rows = KVRows.of(k, v, program)
-    fetched = KVPrefetcher(program, transport, rows, "forward", mask)
+    fetched = KVPrefetcher(program, transport, rows, labels)
     for round_ in fetched:
         keys = fetched.keys(round_)
         for work in round_.work if q.numel() else ():
@@ -90,7 +89,7 @@ def run_backward(
     saved: Saved,
     grads: OutputGradients,
     kept: Sequence[Tensor] | None,
-    mask: str,
+    labels: PassLabel,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k, v and captured tensors, from the out and lse over all keys.
 
@@ -103,8 +102,8 @@ def run_backward(
     mods = [mod for mod in kernel.score_mods if mod is not None]
     captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
     rows = KVRows.of(saved.k, saved.v, program)
-    fetched = KVPrefetcher(program, transport, rows, "backward", mask, kept)
-    returns = GradientReturns(program, transport, rows, dtype, mask)
+    fetched = KVPrefetcher(program, transport, rows, labels, kept)
+    returns = GradientReturns(program, transport, rows, dtype, labels)
     for number, round_ in enumerate(fetched):
         keys = fetched.keys(round_)
         piece: Tensor | None = None
@@ -151,12 +150,12 @@ class KVPrefetcher:
         program: RankProgram,
         transport: Transport,
         rows: KVRows,
-        direction: Literal["forward", "backward"],
-        mask: str,
+        labels: PassLabel,
         kept: Sequence[Tensor] | None = None,
     ) -> None:
         self._program, self._transport, self._rows = program, transport, rows
-        self._direction, self._mask = direction, mask
+        self._labels = labels
+        self._came: list[Tensor] = []
         self.buffers: list[Tensor | None] = [rows.own, *(kept or ())]
         """The rank's own rows, and those that arrived in each round, as long as they are needed."""
         self._fetches = kept is None
@@ -166,7 +165,8 @@ class KVPrefetcher:
         pending = self._start(0) if rounds else None
         for number, round_ in enumerate(rounds):
             assert pending is not None
-            came = pending.wait()
+            pending.wait()
+            came = self._came
             if self._fetches:
                 self.buffers.append(joined(came) if came else self._rows.empty(0))
             pending = self._start(number + 1) if number + 1 < len(rounds) else None
@@ -179,11 +179,16 @@ class KVPrefetcher:
 
     def _start(self, number: int) -> Pending:
         round_ = self._program.rounds[number]
+        came = [(m.peer, self._rows.empty(m.rows)) for m in round_.receives if m.rows]
+        self._came = [x for _, x in came]
         return self._transport.exchange(
-            [(m.peer, self._gathered(m.copies, m.rows)) for m in round_.sends if m.rows],
-            [(m.peer, self._rows.shape_of(m.rows)) for m in round_.receives if m.rows],
-            like=self._rows.own,
-            label=RoundLabel(self._direction, self._mask, number),
+            [
+                (m.peer, self._gathered(m.copies, m.rows).contiguous())
+                for m in round_.sends
+                if m.rows
+            ],
+            came,
+            label=self._labels.round("rows", number),
         )
 
     def _gathered(self, copies: Sequence[RowCopy], rows: int) -> Tensor:
@@ -208,10 +213,11 @@ class GradientReturns:
         transport: Transport,
         rows: KVRows,
         dtype: torch.dtype,
-        mask: str,
+        labels: PassLabel,
     ) -> None:
         self._program, self._transport, self._rows = program, transport, rows
-        self._dtype, self._mask = dtype, mask
+        self._dtype, self._labels = dtype, labels
+        self._came: list[Tensor] = []
         self._pieces: dict[int, Tensor] = {}
         self._pending: tuple[int, Pending] | None = None
         self._total: Tensor | None = None
@@ -230,11 +236,12 @@ class GradientReturns:
             return
         sends = [(m.peer, self._gathered(m)) for m in round_.returns_out if m.rows]
         self._pieces = {n: x for n, x in self._pieces.items() if self._last_sent[n] > number}
+        came = [(m.peer, self._rows.empty(m.rows)) for m in round_.returns_in if m.rows]
+        self._came = [x for _, x in came]
         pending = self._transport.exchange(
-            sends,
-            [(m.peer, self._rows.shape_of(m.rows)) for m in round_.returns_in if m.rows],
-            like=self._rows.own,
-            label=RoundLabel("gradients", self._mask, number),
+            [(p, x.contiguous()) for p, x in sends],
+            came,
+            label=self._labels.round("gradients", number),
         )
         self._pending = (number, pending)
 
@@ -242,7 +249,8 @@ class GradientReturns:
         if self._pending is None:
             return
         number, pending = self._pending
-        came = pending.wait()
+        pending.wait()
+        came = self._came
         self._pending = None
         if came:
             self._accumulate(2 * number + 1, joined(came).to(self._dtype))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.comm import CallLabel
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.graph_handles import owner_of, require_compiled_for
 from flexcp.ops.executor import GradientReturns, KVPrefetcher
@@ -80,13 +81,13 @@ def fetch_rows(
     assert isinstance(plan, Plan)
     with tell_ranks_on_error(plan):
         op = sharded_op(q, k, v, plan, mask, None, scale, sinks, gradients=gradients, traced=True)
-    op.transport.compare(op.agreement)
+    labels = op.begin().label.passing("forward")
     fetch = fetch_of(plan, mask)
     program = fetch.programs.forward
     require_compiled_for("fetched rows", rows, fetch.rows)
     require_compiled_for("layouts by batch element (0 or 1)", by_element, program.by_element)
     own = KVRows.of(k, v, program)
-    fetched = KVPrefetcher(program, op.transport, own, "forward", mask)
+    fetched = KVPrefetcher(program, op.transport, own, labels)
     came = joined([fetched.keys(round_) for round_ in fetched])
     return came.index_select(ROW, fetch.order.to(came.device))
 
@@ -117,7 +118,9 @@ def _return_rows(
     fetch, transport = fetch_of(plan, mask), plan.transport
     program = fetch.programs.backward
     own = KVRows.of(k, v, program)
-    returns = GradientReturns(program, transport, own, gradient.dtype, mask)
+    returns = GradientReturns(
+        program, transport, own, gradient.dtype, CallLabel("x", b"", 0).passing("backward")
+    )
     for number, round_ in enumerate(program.rounds):
         index = fetch.rows_of_round[number].to(gradient.device)
         returns.add_round(number, round_, gradient.index_select(ROW, index))

@@ -10,9 +10,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from flexcp.comm import Transport
+from flexcp.comm import CallLabel, PassLabel, Transport
 from flexcp.comm.agreement import Agreement
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, PeerError
 from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
 from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
@@ -31,14 +31,12 @@ _SWAP_EXTRAS = 5
 
 @dataclass(frozen=True, eq=False)
 class ShardedAttention:
-    """Attention under one mask of a plan, as one rank computes it.
+    """Attention under one mask of a plan, as one rank computes it: all calls of a kind share it.
 
     The extras are, after a swap of rows for heads, q, k, v, out and lse on the other side of it;
     then, where the schedule keeps what forward received, K and V of each round.
     """
 
-    mask: str
-    """The name of the mask."""
     agreement: Agreement
     """What all ranks have to do alike."""
     transport: Transport
@@ -46,35 +44,35 @@ class ShardedAttention:
     swap: Swap | None
     kernel: RoundKernel
 
-    name = "attention over a plan"
-
-    @property
-    def captured(self) -> tuple[Tensor, ...]:
-        """Tensors that the score function captures, which get gradients."""
-        mod = self.kernel.score_mods[0]
-        return () if mod is None else mod.captured
-
-    @property
-    def replaces_inputs(self) -> bool:
-        """After a swap, the kernel had other tensors than the caller gave."""
-        return self.swap is not None
-
     @property
     def keeps_kv(self) -> bool:
         """Whether backward uses the K and V that forward received."""
         return self.programs.schedule.keeps_kv
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
-        """This rank's rows of the output, once all ranks agree on what they compute."""
-        self.transport.compare(self.agreement)
+    def begin(self) -> ShardedCall:
+        """The next call of this kind, once all ranks are known to make it."""
+        return ShardedCall(self, self.transport.calls.begin(self.agreement))
+
+    def again(self, number: Tensor) -> ShardedCall:
+        """A call that began before, for one more backward pass; `number` is what `pack` made."""
+        call, recomputation = (int(n) for n in number.numpy())
+        label = self.transport.calls.known(self.agreement, call, recomputation)
+        return ShardedCall(self, label, self.transport.calls.next_backward(label))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, labels: PassLabel
+    ) -> Saved:
+        """This rank's rows of the output."""
         swap = self.swap
         kernel_inputs = (q, k, v)
         if swap is not None:
-            kv = swap.own_keys(swap.to_heads(torch.cat([k, v], dim=-1), kv=True))
-            kernel_inputs = (swap.to_heads(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
+            both = torch.cat([k, v], dim=-1)
+            kv = swap.own_keys(swap.to_heads(both, labels.round("swap", 0), kv=True))
+            mine = swap.to_heads(q, labels.round("swap", 1))
+            kernel_inputs = (mine, kv[..., : k.shape[3]], kv[..., k.shape[3] :])
         with torch.autocast(q.device.type, enabled=False):
             part, part_lse, kept = run_forward(
-                self.programs.forward, self.transport, self.kernel, *kernel_inputs, self.mask
+                self.programs.forward, self.transport, self.kernel, *kernel_inputs, labels
             )
         extras = tuple(kept) if self.keeps_kv else ()
         if swap is None:
@@ -82,7 +80,8 @@ class ShardedAttention:
             if sinks is not None:
                 out, lse = add_sinks(out, lse, sinks)
             return Saved(q, k, v, sinks, out.to(q.dtype), lse, extras)
-        out, lse = swap.to_rows(part.to(q.dtype)).to(part.dtype), swap.to_rows(part_lse)
+        out = swap.to_rows(part.to(q.dtype), labels.round("swap", 2)).to(part.dtype)
+        lse = swap.to_rows(part_lse, labels.round("swap", 3))
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
             own = swap.heads[swap.place].q
@@ -90,7 +89,7 @@ class ShardedAttention:
         swapped = (*kernel_inputs, part.to(q.dtype), part_lse)
         return Saved(q, k, v, sinks, out.to(q.dtype), lse, (*swapped, *extras))
 
-    def backward(self, saved: Saved, grads: OutputGradients) -> Gradients:
+    def backward(self, saved: Saved, grads: OutputGradients, labels: PassLabel) -> Gradients:
         """Gradients of this rank's own rows, from those of its output."""
         swap, dtype = self.swap, saved.q.dtype
         grad_sinks = None
@@ -101,8 +100,10 @@ class ShardedAttention:
             q, k, v, out, lse = saved.extras[:_SWAP_EXTRAS]
             kept = saved.extras[_SWAP_EXTRAS:]
             saved = Saved(q, k, v, None, out, lse)
-            grad_lse = None if grads.lse is None else swap.to_heads(grads.lse)
-            grads = OutputGradients(swap.to_heads(grads.out), grad_lse)
+            grad_lse = None
+            if grads.lse is not None:
+                grad_lse = swap.to_heads(grads.lse, labels.round("swap", 0))
+            grads = OutputGradients(swap.to_heads(grads.out, labels.round("swap", 1)), grad_lse)
         with torch.autocast(saved.q.device.type, enabled=False):
             grad_q, grad_k, grad_v, captured = run_backward(
                 self.programs.backward,
@@ -111,14 +112,17 @@ class ShardedAttention:
                 saved,
                 grads,
                 kept if self.keeps_kv else None,
-                self.mask,
+                labels,
             )
         if swap is not None:
             own = len(swap.heads[swap.place].kv)
             both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1), own)
-            both, d = swap.to_rows(both.to(dtype), kv=True), saved.k.shape[3]
+            both, d = (
+                swap.to_rows(both.to(dtype), labels.round("swap", 2), kv=True),
+                saved.k.shape[3],
+            )
             grad_k, grad_v = both[..., :d], both[..., d:]
-            grad_q = swap.to_rows(grad_q.to(dtype))
+            grad_q = swap.to_rows(grad_q.to(dtype), labels.round("swap", 3))
         grad_q, grad_k, grad_v = (x.to(dtype) for x in (grad_q, grad_k, grad_v))
         return Gradients(grad_q, grad_k, grad_v, grad_sinks, captured)
 
@@ -140,6 +144,51 @@ class ShardedAttention:
         shapes = [shape_of_rows(k, v, n, program.by_element) for n in counts]
         parts = rows.split([prod(shape) for shape in shapes])
         return *swapped, *(x.view(s) for x, s in zip(parts, shapes, strict=True))
+
+
+@dataclass(eq=False)
+class ShardedCall:
+    """One call of attention over a plan: its messages carry its number, in every pass."""
+
+    op: ShardedAttention
+    label: CallLabel
+    backwards: int = 0
+    """How many backward passes have begun."""
+
+    name = "attention over a plan"
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors that the score function captures, which get gradients."""
+        mod = self.op.kernel.score_mods[0]
+        return () if mod is None else mod.captured
+
+    @property
+    def replaces_inputs(self) -> bool:
+        """After a swap, the kernel had other tensors than the caller gave."""
+        return self.op.swap is not None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
+        """This rank's rows of the output."""
+        labels = self.label.passing("forward")
+        with telling_ranks(self.op.transport, labels):
+            return self.op.forward(q, k, v, sinks, labels)
+
+    def backward(self, saved: Saved, grads: OutputGradients) -> Gradients:
+        """Gradients of this rank's own rows; a call may have several backward passes."""
+        labels = self.label.passing("backward", self.backwards)
+        self.backwards += 1
+        with telling_ranks(self.op.transport, labels):
+            return self.op.backward(saved, grads, labels)
+
+    def pack(self, saved: Saved) -> list[Tensor]:
+        """The number of the call, and the extras."""
+        number = torch.tensor([self.label.number, self.label.recomputation])
+        return [number, *self.op.pack(saved)]
+
+    def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
+        """The extras of a call again, from what `pack` made of them."""
+        return self.op.unpack(packed[1:], saved)
 
 
 def _in_own_memory(x: Tensor) -> Tensor:
@@ -205,8 +254,11 @@ def _make_op(
     swap = Swap.of(schedule, transport, q.shape[1], k.shape[1])
     first_head = 0 if swap is None else swap.heads[swap.place].q.start
     mods: tuple[ScoreMod | None, ...] = (None,)
+    content = ""
     if score_mod is not None:
         dtype = accumulation_dtype(q.dtype)
+        # Of the function itself: what each rank adds to the number of a head is its own.
+        content = examine(score_mod, dtype, q.device).digest
         mods = tuple(
             examine(shifted(score_mod, b, first_head), dtype, q.device)
             for b in range(schedule.groups.batch_elements)
@@ -217,8 +269,7 @@ def _make_op(
     factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
     # The op of a kind is kept with the plan, so it must not hold the plan.
     return ShardedAttention(
-        mask,
-        kind.agreement(plan),
+        kind.agreement(plan, content),
         transport,
         plan.memo.kept(
             ("programs", mask),
@@ -257,7 +308,20 @@ def tell_ranks_on_error(plan: Plan) -> Iterator[None]:
         transport = plan.ranks.transport if isinstance(plan, Plan) else None
         if transport is not None:
             with suppress(Exception):  # what went wrong here matters more
-                transport.refuse(f"{type(error).__name__}: {error}")
+                transport.calls.refuse("attention", f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextmanager
+def telling_ranks(transport: Transport, labels: PassLabel) -> Iterator[None]:
+    """Tells the ranks that are in a pass if this one leaves it before its end."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except BaseException as error:
+        with suppress(Exception):  # what went wrong here matters more
+            transport.calls.give_up(labels, f"{type(error).__name__}: {error}")
         raise
 
 

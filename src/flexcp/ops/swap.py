@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Transport
+from flexcp.comm import RoundLabel, Transport
 from flexcp.schedule import Schedule
 from flexcp.schedule.heads import HeadSlice
 
@@ -52,22 +53,22 @@ class Swap:
             num_kv_heads,
         )
 
-    def to_heads(self, x: Tensor, *, kv: bool = False) -> Tensor:
+    def to_heads(self, x: Tensor, label: RoundLabel, *, kv: bool = False) -> Tensor:
         """All rows of the group, for this rank's own heads."""
         slices = [s.kv if kv else s.q for s in self.heads]
         parts = [x[:, s.start : s.stop] for s in slices]
         own = len(slices[self.place])
         shapes = [(x.shape[0], own, n, *x.shape[3:]) for n in self.rows]
-        came = self._all_to_all(parts, shapes)
+        came = self._all_to_all(parts, shapes, label)
         return torch.cat(came, dim=2)
 
-    def to_rows(self, x: Tensor, *, kv: bool = False) -> Tensor:
+    def to_rows(self, x: Tensor, label: RoundLabel, *, kv: bool = False) -> Tensor:
         """All heads of this rank's own rows; a kv head that several ranks used is added up."""
         slices = [s.kv if kv else s.q for s in self.heads]
         parts = list(x.split(list(self.rows), dim=2))
         own = self.rows[self.place]
         shapes = [(x.shape[0], len(s), own, *x.shape[3:]) for s in slices]
-        came = self._all_to_all(parts, shapes)
+        came = self._all_to_all(parts, shapes, label)
         if not kv:
             return torch.cat(came, dim=1)
         total = x.new_zeros(x.shape[0], self.num_kv_heads, own, *x.shape[3:])
@@ -94,7 +95,12 @@ class Swap:
         each = self.heads[self.place].shared_kv(self.num_heads, self.num_kv_heads)
         return None if each is None else torch.tensor(each)
 
-    def _all_to_all(self, parts: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        # Also if this rank has nothing to send or get: all members count the calls.
-        contiguous = [part.contiguous() for part in parts]
-        return self.transport.all_to_all(contiguous, shapes, self.members)
+    def _all_to_all(
+        self, parts: list[Tensor], shapes: list[tuple[int, ...]], label: RoundLabel
+    ) -> list[Tensor]:
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        takes = [prod(shape) for shape in shapes]
+        out = flat.new_empty(sum(takes))
+        gives = [part.numel() for part in parts]
+        self.transport.all_to_all(out, flat, takes, gives, self.members, label=label).wait()
+        return [x.view(shape) for x, shape in zip(out.split(takes), shapes, strict=True)]
