@@ -4,6 +4,8 @@ import os
 
 # Before torch loads: some CPUs advertise bfloat16 matrix units that trap.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# Before Triton loads: its kernels run on CPU tensors, in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Iterator
 

@@ -36,6 +36,8 @@ class CallKind:
     sinks: bool
     gradients: bool
     """Whether a backward pass will follow."""
+    kernel: str | None = None
+    """The kernel that was asked for by name."""
 
     def agreement(self, plan: Plan) -> Agreement:
         """What ranks compare before the call."""

@@ -69,6 +69,7 @@ def compiled_sharded_attention(
     scale: float | None,
     sinks: Tensor | None,
     gradients: bool,
+    kernel: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse over a plan, as part of a compiled graph."""
     name = plan.mask_name(mask)
@@ -80,7 +81,7 @@ def compiled_sharded_attention(
     batch = 1 if plan.layout.batch_elements > 1 else k.shape[0]
     kept = sizes.kept.shape[0] * batch * each * (k.shape[3] + v.shape[3])
     out, lse, *_ = _attention(
-        q, k, v, sinks, plan.graph_handle, name, scale, gradients, False, None, swapped, kept
+        q, k, v, sinks, plan.graph_handle, name, scale, gradients, False, kernel, swapped, kept
     )
     return out, lse
 
@@ -101,7 +102,9 @@ def _op_of(
     owner: Any = None if handle is None else owner_of(handle, keep=True)
     if isinstance(owner, Plan):
         with tell_ranks_on_error(owner):
-            return sharded_op(q, k, v, owner, mask, None, scale, sinks, gradients=gradients)
+            return sharded_op(
+                q, k, v, owner, mask, None, scale, sinks, gradients=gradients, kernel=kernel
+            )
     assert scale is not None
     return local_op(q, k, v, owner, scale=scale, max_scores=wants_max, kernel=kernel)
 

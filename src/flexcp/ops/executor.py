@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from flexcp.comm import Pending, RoundLabel, Transport
-from flexcp.kernels import flash
-from flexcp.kernels.fused import FusedOp
-from flexcp.kernels.merge import accumulation_dtype, merge_into
+from flexcp.kernels import Kernel, Partial
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
 from flexcp.ops.interface import OutputGradients, Saved
 from flexcp.ops.program import ElementWork, Message, RankProgram, Round, RowCopy
@@ -29,7 +28,7 @@ class RoundKernel:
     """How the tiles of a round are computed."""
 
     scale: float
-    fused: FusedOp | None
+    kernel: Kernel
     score_mods: tuple[ScoreMod | None, ...]
     """One for each batch element with a layout of its own, else one."""
 
@@ -51,7 +50,7 @@ def run_forward(
 
     Also the K and V that arrived in each round, if the program keeps them.
     """
-    total: tuple[Tensor, Tensor] | None = None
+    total: Partial | None = None
     rows = KVRows.of(k, v, program)
     fetched = KVPrefetcher(program, transport, rows, "forward", mask)
     for round_ in fetched:
@@ -59,28 +58,26 @@ def run_forward(
         for work in round_.work if q.numel() else ():
             at = slice(None) if work.b is None else slice(work.b, work.b + 1)
             work_k, work_v = rows.for_kernel(keys, work)
-            found = flash.forward(
+            if total is None and work.b is not None:
+                total = _nothing_seen(q, v)
+            found = kernel.kernel.forward(
                 q[at],
                 work_k,
                 work_v,
                 work.shapes,
                 scale=kernel.scale,
-                fused=kernel.fused,
                 score_mod=kernel.score_mod(work),
+                former=None if total is None else Partial(total.out[at], total.lse[at]),
             )
-            if work.b is None and total is None:
-                total = found.out, found.lse
-                continue
-            total = total or _nothing_seen(q, v)
-            merge_into(total[0][at], total[1][at], found.out, found.lse)
-    out, lse = total or _nothing_seen(q, v)
-    return out, lse, [x for x in fetched.buffers[1:] if x is not None]
+            total = found if total is None else total
+    total = _nothing_seen(q, v) if total is None else total
+    return total.out, total.lse, [x for x in fetched.buffers[1:] if x is not None]
 
 
-def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing_seen(q: Tensor, v: Tensor) -> Partial:
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-    return out, torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    return Partial(out, torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device))
 
 
 def run_backward(
@@ -100,6 +97,7 @@ def run_backward(
     q, out, lse, grad_out, grad_lse = saved.q, saved.out, saved.lse, grads.out, grads.lse
     dtype = accumulation_dtype(q.dtype)
     grad_q: Tensor | None = None
+    delta = kernel.kernel.delta(grad_out, out, grad_lse) if q.numel() else None
     mods = [mod for mod in kernel.score_mods if mod is not None]
     captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
     rows = KVRows.of(saved.k, saved.v, program)
@@ -111,7 +109,9 @@ def run_backward(
         for work in round_.work if q.numel() else ():
             at = slice(None) if work.b is None else slice(work.b, work.b + 1)
             work_k, work_v = rows.for_kernel(keys, work)
-            found = flash.backward(
+            if grad_q is None and work.b is not None:
+                grad_q = torch.zeros_like(q, dtype=dtype)
+            found = kernel.kernel.backward(
                 grad_out[at],
                 q[at],
                 work_k,
@@ -120,15 +120,12 @@ def run_backward(
                 lse[at],
                 work.shapes,
                 scale=kernel.scale,
-                fused=None if grad_lse is not None else kernel.fused,
                 score_mod=kernel.score_mod(work),
                 grad_lse=None if grad_lse is None else grad_lse[at],
+                delta=None if delta is None else delta[at],
+                grad_q=None if grad_q is None else grad_q[at],
             )
-            if work.b is None and grad_q is None:
-                grad_q = found.q
-            else:
-                grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
-                grad_q[at] += found.q
+            grad_q = found.q if grad_q is None else grad_q
             for total, part in zip(captured, found.captured, strict=True):
                 total += part
             piece = rows.with_gradient(piece, keys, work, found.k, found.v)

@@ -162,11 +162,12 @@ def sharded_op(
     *,
     gradients: bool | None = None,
     traced: bool = False,
+    kernel: str | None = None,
 ) -> ShardedAttention:
     """The op of a call, if the plan fits the tensors; calls of one kind share it.
 
     `gradients` says whether a backward pass will follow; None asks the tensors. `traced` says that
-    a score function is part of a compiled graph.
+    a score function is part of a compiled graph. `kernel` asks for a kernel by name.
     """
     b, h, rows, d = q.shape
     kind = CallKind(
@@ -178,6 +179,7 @@ def sharded_op(
         "traced" if traced else "none" if score_mod is None else "eager",
         sinks is not None,
         needs_gradients(q, k, v, sinks) if gradients is None else gradients,
+        kernel,
     )
     if score_mod is not None:
         return _make_op(plan, kind, q, k, v, score_mod)
@@ -213,7 +215,7 @@ def _make_op(
         )
         if mods[0] is not None and needs_gradients(*mods[0].captured):
             kind = replace(kind, gradients=True)
-    choice = choose(q, v, score_mod=score_mod is not None, kernel=_kernel(q, score_mod))
+    choice = choose(q, v, score_mod=score_mod is not None, partial=True, kernel=kind.kernel)
     factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
     # The op of a kind is kept with the plan, so it must not hold the plan.
     return ShardedAttention(
@@ -226,15 +228,8 @@ def _make_op(
             per_mask=True,
         ),
         swap,
-        RoundKernel(factor, choice.fused, mods),
+        RoundKernel(factor, choice.runs, mods),
     )
-
-
-def _kernel(q: Tensor, score_mod: ScoreFunction | None) -> str | None:
-    """Partial results need a kernel that returns them: compiled FlexAttention is no such."""
-    if q.device.type == "cuda":
-        return "flash" if score_mod is None else "scored"
-    return None
 
 
 def shifted(function: ScoreFunction, b: int, h: int) -> ScoreFunction:
