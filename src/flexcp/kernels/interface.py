@@ -174,6 +174,8 @@ class PartialGradients:
     """[B, G, Lkv, Dv], of the same type."""
     captured: tuple[Tensor, ...] = ()
     """One for each tensor that the score function captures, in its order and type."""
+    kv: Tensor | None = None
+    """[B, G, Lkv, D + Dv] `k` and `v` as one tensor, if they were written side by side."""
 
 
 class Kernel(Protocol):

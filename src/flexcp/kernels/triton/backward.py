@@ -15,6 +15,7 @@ from flexcp.kernels.triton.tile_steps import (
     read,
     read_bits,
     read_former,
+    read_listed,
     tile_base,
     tile_offsets,
     write,
@@ -91,7 +92,7 @@ def dq(
     has_former: tl.int32, sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    WIDEN: tl.constexpr,
+    TMA: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one query tile, added to what is there if `has_former`."""
     program = tl.program_id(0)
@@ -125,13 +126,13 @@ def dq(
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
         row = tl.load(full_tile + at) * BN
-        k_tile = read(
-            tile_base(k, batch, kv_head, row, k_batch, k_head, k_row, UNIT),
-            k_offsets, BN, HEAD_DIM, False,
+        k_tile = read_listed(
+            k, batch, kv_head, row, k_batch, k_head, k_row, k_offsets, BN,
+            HEAD_DIM, False, UNIT, TMA,
         )  # fmt: skip
-        v_tile = read(
-            tile_base(v, batch, kv_head, row, v_batch, v_head, v_row, UNIT),
-            v_offsets, BN, VALUE_DIM, False,
+        v_tile = read_listed(
+            v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
+            VALUE_DIM, False, UNIT, TMA,
         )  # fmt: skip
         sums = dq_step(
             q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, True,
@@ -141,13 +142,13 @@ def dq(
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
         row = tl.load(partial_tile + at) * BN
         allowed = read_bits(patterns, tl.load(partial_pattern + at), BM, BN)
-        k_tile = read(
-            tile_base(k, batch, kv_head, row, k_batch, k_head, k_row, UNIT),
-            k_offsets, kv_len - row, HEAD_DIM, True,
+        k_tile = read_listed(
+            k, batch, kv_head, row, k_batch, k_head, k_row, k_offsets, kv_len - row,
+            HEAD_DIM, True, UNIT, TMA,
         )  # fmt: skip
-        v_tile = read(
-            tile_base(v, batch, kv_head, row, v_batch, v_head, v_row, UNIT),
-            v_offsets, kv_len - row, VALUE_DIM, True,
+        v_tile = read_listed(
+            v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
+            VALUE_DIM, True, UNIT, TMA,
         )  # fmt: skip
         sums = dq_step(
             q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, allowed,
@@ -195,7 +196,7 @@ def dkdv(
     sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    DK: tl.constexpr, DV_WANTED: tl.constexpr, WIDEN: tl.constexpr,
+    DK: tl.constexpr, DV_WANTED: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one key tile, over the query tiles of all heads that share it.
 
@@ -235,13 +236,13 @@ def dkdv(
 
         for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
             row = tl.load(full_tile + at) * BM
-            q_tile = read(
-                tile_base(q, batch, head, row, q_batch, q_head, q_row, UNIT),
-                q_offsets, BM, HEAD_DIM, False,
+            q_tile = read_listed(
+                q, batch, head, row, q_batch, q_head, q_row, q_offsets, BM,
+                HEAD_DIM, False, UNIT, TMA,
             )  # fmt: skip
-            g_tile = read(
-                tile_base(grad_out, batch, head, row, g_batch, g_head, g_row, UNIT),
-                g_offsets, BM, VALUE_DIM, False,
+            g_tile = read_listed(
+                grad_out, batch, head, row, g_batch, g_head, g_row, g_offsets, BM,
+                VALUE_DIM, False, UNIT, TMA,
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, BM, BM)
             row_delta = tl.load(head_delta + row + rows)
@@ -253,13 +254,13 @@ def dkdv(
         for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
             row = tl.load(partial_tile + at) * BM
             allowed = read_bits(patterns, tl.load(partial_pattern + at), BN, BM)
-            q_tile = read(
-                tile_base(q, batch, head, row, q_batch, q_head, q_row, UNIT),
-                q_offsets, q_len - row, HEAD_DIM, True,
+            q_tile = read_listed(
+                q, batch, head, row, q_batch, q_head, q_row, q_offsets, q_len - row,
+                HEAD_DIM, True, UNIT, TMA,
             )  # fmt: skip
-            g_tile = read(
-                tile_base(grad_out, batch, head, row, g_batch, g_head, g_row, UNIT),
-                g_offsets, q_len - row, VALUE_DIM, True,
+            g_tile = read_listed(
+                grad_out, batch, head, row, g_batch, g_head, g_row, g_offsets, q_len - row,
+                VALUE_DIM, True, UNIT, TMA,
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, q_len - row, BM)
             row_delta = tl.load(head_delta + row + rows, mask=rows < q_len - row, other=0.0)

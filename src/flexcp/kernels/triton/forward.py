@@ -14,6 +14,7 @@ from flexcp.kernels.triton.tile_steps import (
     read,
     read_bits,
     read_former,
+    read_listed,
     tile_base,
     tile_offsets,
     write,
@@ -54,7 +55,7 @@ def forward(
     has_former: tl.int32, sign: tl.float32, score_scale: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    WIDEN: tl.constexpr,
+    TMA: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Out and lse of one query tile, merged with what is there if `has_former`.
 
@@ -90,14 +91,14 @@ def forward(
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
         row = tl.load(full_tile + at) * BN
-        k_tile = read(
-            tile_base(k, batch, kv_head, row, k_batch, k_head, k_row, UNIT),
-            k_offsets, BN, HEAD_DIM, False,
+        k_tile = read_listed(
+            k, batch, kv_head, row, k_batch, k_head, k_row, k_offsets, BN,
+            HEAD_DIM, False, UNIT, TMA,
         )  # fmt: skip
         scores = product(q_tile, k_tile.T, WIDEN)
-        v_tile = read(
-            tile_base(v, batch, kv_head, row, v_batch, v_head, v_row, UNIT),
-            v_offsets, BN, VALUE_DIM, False,
+        v_tile = read_listed(
+            v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
+            VALUE_DIM, False, UNIT, TMA,
         )  # fmt: skip
         highest, total, sums = softmax_step(
             scores, v_tile, highest, total, sums, score_scale, True, False, WIDEN
@@ -106,14 +107,14 @@ def forward(
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
         row = tl.load(partial_tile + at) * BN
         allowed = read_bits(patterns, tl.load(partial_pattern + at), BM, BN)
-        k_tile = read(
-            tile_base(k, batch, kv_head, row, k_batch, k_head, k_row, UNIT),
-            k_offsets, kv_len - row, HEAD_DIM, True,
+        k_tile = read_listed(
+            k, batch, kv_head, row, k_batch, k_head, k_row, k_offsets, kv_len - row,
+            HEAD_DIM, True, UNIT, TMA,
         )  # fmt: skip
         scores = product(q_tile, k_tile.T, WIDEN)
-        v_tile = read(
-            tile_base(v, batch, kv_head, row, v_batch, v_head, v_row, UNIT),
-            v_offsets, kv_len - row, VALUE_DIM, True,
+        v_tile = read_listed(
+            v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
+            VALUE_DIM, True, UNIT, TMA,
         )  # fmt: skip
         highest, total, sums = softmax_step(
             scores, v_tile, highest, total, sums, score_scale, allowed, True, WIDEN

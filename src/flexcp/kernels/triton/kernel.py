@@ -13,6 +13,7 @@ from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.triton.available import kernels
 from flexcp.kernels.triton.launch import (
     Launch,
+    described,
     dim_constants,
     mask_arguments,
     padded,
@@ -107,7 +108,7 @@ class TritonKernel:
             dkdv_launch(*given, found_k, found_v, compiled, scale, config, wanted).run(
                 function.dkdv
             )
-        return PartialGradients(found_q, found_k, found_v)
+        return PartialGradients(found_q, found_k, found_v, kv=both)
 
     def _key_launches(self) -> tuple[tuple[TileConfig, Mapping[str, bool]], ...]:
         if self.tuning.dv is None:
@@ -132,7 +133,7 @@ def forward_launch(
     q, k, v = (readable(x, max(config.rows, config.cols)) for x in (q, k, v))
     lists = compiled.tile_lists(config.rows, config.cols, "query", q.device)
     unit, out_unit = unit_of(q, k, v), unit_of(result.out)
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": result.out, "lse": result.lse,
         **mask_arguments(lists), **score_arguments(scale),
         **strides("q", q, unit), **strides("k", k, unit), **strides("v", v, unit),
@@ -140,6 +141,7 @@ def forward_launch(
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
     }  # fmt: skip
+    arguments |= described(arguments, ("k", "v"), config.cols, unit, config)
     return Launch("forward", lists.lines * q.shape[0] * q.shape[1], arguments, config)
 
 
@@ -180,13 +182,14 @@ def dq_launch(
     grad_out, q, k, v = (readable(x, most) for x in (grad_out, q, k, v))
     lists = compiled.tile_lists(config.rows, config.cols, "query", q.device)
     unit, out_unit = unit_of(q, k, v, grad_out), unit_of(grad_q)
-    arguments = {
+    arguments: dict[str, Any] = {
         **_backward_inputs(grad_out, q, k, v, lse, delta, unit),
         "grad_q": grad_q, **strides("dq", grad_q, out_unit),
         **mask_arguments(lists), **score_arguments(scale), "scale": scale,
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
     }  # fmt: skip
+    arguments |= described(arguments, ("k", "v"), config.cols, unit, config)
     return Launch("dq", lists.lines * q.shape[0] * q.shape[1], arguments, config)
 
 
@@ -209,7 +212,7 @@ def dkdv_launch(
     grad_out, q, k, v = (readable(x, most) for x in (grad_out, q, k, v))
     lists = compiled.tile_lists(config.rows, config.cols, "key", q.device)
     unit, out_unit = unit_of(q, k, v, grad_out), unit_of(grad_k, grad_v)
-    arguments = {
+    arguments: dict[str, Any] = {
         **_backward_inputs(grad_out, q, k, v, lse, delta, unit),
         "grad_k": grad_k, **strides("dk", grad_k, out_unit),
         "grad_v": grad_v, **strides("dv", grad_v, out_unit),
@@ -218,6 +221,7 @@ def dkdv_launch(
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
         **wanted,
     }  # fmt: skip
+    arguments |= described(arguments, ("q", "grad_out"), config.rows, unit, config)
     return Launch("dkdv", lists.lines * k.shape[0] * k.shape[1], arguments, config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Launch:
     def run(self, function: Any) -> None:
         """Runs the kernel, unless there is nothing to do or the tensors have no numbers."""
         tensors = [x for x in self.arguments.values() if isinstance(x, Tensor)]
-        if self.programs == 0 or any(type(x) is not Tensor for x in tensors):
+        if self.programs == 0 or any(map(has_no_numbers, tensors)):
             return
         if self.programs > _MOST_PROGRAMS:
             raise FlexCPError(
@@ -45,12 +46,21 @@ class Launch:
                 "call with fewer batch elements or heads at a time",
             )
         with _on_device(tensors[0].device):
-            function[(self.programs,)](
-                **self.arguments,
-                num_warps=self.config.warps,
-                num_stages=self.config.stages,
-                enable_fp_fusion=True,
-            )
+            function[(self.programs,)](**self.arguments, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the kernel is compiled; fusion is said since Triton's default for it changes."""
+        return {
+            "num_warps": self.config.warps,
+            "num_stages": self.config.stages,
+            "enable_fp_fusion": True,
+        }
+
+
+def has_no_numbers(x: Tensor) -> bool:
+    """Whether a tensor is but a shape, as in a FakeTensorMode."""
+    return x.is_meta or type(x).__name__ == "FakeTensor"
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -69,7 +79,7 @@ def unit_of(*tensors: Tensor) -> int:
     """Elements in which strides are given: 16 bytes if all tensors are aligned to that, else 1."""
     unit = _ALIGNMENT // tensors[0].element_size()
     for x in tensors:
-        if type(x) is Tensor and x.data_ptr() % _ALIGNMENT:
+        if not has_no_numbers(x) and x.data_ptr() % _ALIGNMENT:
             return 1
         if any(step % unit for step in _steps(x)):
             return 1
@@ -134,6 +144,34 @@ def padded(dim: int) -> int:
     (128, 16)
     """
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def described(
+    arguments: Mapping[str, Any], names: Sequence[str], rows: int, unit: int, config: TileConfig
+) -> dict[str, Any]:
+    """Descriptors in place of the tensors whose tiles are listed, where they are asked for.
+
+    Tensors that are not aligned to 16 bytes, empty, or expanded have none, and are read by address.
+    """
+    tensors = [arguments[name] for name in names]
+    if not config.tma or unit == 1 or any(map(_has_no_descriptor, tensors)):
+        return {"TMA": False}
+    descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    found: dict[str, Any] = {"TMA": True}
+    for name, x in zip(names, tensors, strict=True):
+        block = [1, 1, rows, padded(x.shape[3])]
+        found[name] = descriptor(x, list(x.shape), _descriptor_strides(x, unit), block)
+    return found
+
+
+def _has_no_descriptor(x: Tensor) -> bool:
+    expanded = any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
+    return has_no_numbers(x) or x.numel() == 0 or expanded
+
+
+def _descriptor_strides(x: Tensor, unit: int) -> list[int]:
+    """Strides; those of dimensions of 1 mean nothing, and are made to look aligned."""
+    return [unit if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
 
 
 def widens(dtype: torch.dtype) -> bool:

@@ -55,6 +55,25 @@ def read(base, offsets, rows_left, HEAD_DIM: tl.constexpr, BOUNDED: tl.constexpr
 
 
 @triton.jit
+def read_listed(
+    tensor, batch, head, row, batch_stride, head_stride, row_stride, offsets, rows_left,
+    HEAD_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile that a list names, by its address; or with TMA through the tensor's descriptor.
+
+    A descriptor knows the tensor's bounds, and reads zeros beyond them.
+    """
+    ROWS: tl.constexpr = offsets.shape[0]
+    COLS: tl.constexpr = offsets.shape[1]
+    if TMA:
+        tile = tensor.load([batch.to(tl.int32), head.to(tl.int32), row, 0]).reshape(ROWS, COLS)
+    else:
+        base = tile_base(tensor, batch, head, row, batch_stride, head_stride, row_stride, UNIT)
+        tile = read(base, offsets, rows_left, HEAD_DIM, BOUNDED)
+    return tile
+
+
+@triton.jit
 def write(base, offsets, value, rows_left, HEAD_DIM: tl.constexpr):
     """Stores a tile, without what is beyond the last row or the head dim."""
     ROWS: tl.constexpr = offsets.shape[0]

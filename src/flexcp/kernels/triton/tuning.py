@@ -27,9 +27,12 @@ class TileConfig:
     """Keys of a tile."""
     warps: int
     stages: int
+    tma: bool = False
+    """Whether listed tiles are read through tensor descriptors, if the tensors allow it."""
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols} w{self.warps} s{self.stages}"
+        text = f"{self.rows}x{self.cols} w{self.warps} s{self.stages}"
+        return f"{text} tma" if self.tma else text
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,25 @@ def _tuning(forward: str, dq: str, dkdv: str, dv: str | None = None) -> Tuning:
     )
 
 
-_TILE = re.compile(r"(\d+)x(\d+)\s*w(\d+)\s*s(\d+)")
+_TILE = re.compile(r"(\d+)x(\d+)\s*w(\d+)\s*s(\d+)(\s*tma)?")
 
 
 def parse_tile(text: str) -> TileConfig:
-    """The configuration that a text such as "128x64 w8 s3" says.
+    """The configuration that a text such as "128x64 w8 s3" says; "tma" at its end for descriptors.
 
     >>> parse_tile("128x64 w8 s3")
-    TileConfig(rows=128, cols=64, warps=8, stages=3)
+    TileConfig(rows=128, cols=64, warps=8, stages=3, tma=False)
     """
     found = _TILE.fullmatch(text.strip())
-    numbers = [] if found is None else [int(x) for x in found.groups()]
-    if not numbers or any(n & (n - 1) or n == 0 for n in numbers[:3]) or min(numbers[:2]) < 16:
+    rows, cols, warps, stages = (0, 0, 0, 0) if found is None else map(int, found.groups()[:4])
+    powers = all(n > 0 and n & (n - 1) == 0 for n in (rows, cols, warps))
+    if found is None or not powers or min(rows, cols) < 16:
         raise FlexCPError(
             "a tile such as '128x64 w8 s3': queries x keys (powers of two from 16), warps, stages",
             repr(text),
             "leave it out to have that of the table",
         )
-    return TileConfig(*numbers)
+    return TileConfig(rows, cols, warps, stages, found[5] is not None)
 
 
 INTERPRETER = _tuning("64x64 w4 s1", "64x64 w4 s1", "64x64 w4 s1")
@@ -86,18 +90,29 @@ TABLE: Mapping[tuple[str, str, int], Tuning] = {
     ("sm_80", "half", 64): _tuning("128x64 w4 s3", "128x32 w8 s2", "64x128 w8 s2"),
     ("sm_80", "half", 128): _tuning("128x64 w8 s3", "64x64 w8 s2", "64x64 w8 s2"),
     ("sm_80", "half", 256): _tuning("64x64 w8 s2", "64x32 w8 s2", "32x32 w8 s2"),
-    ("sm_80", "single", 64): _tuning("32x32 w4 s2", "32x32 w4 s2", "32x32 w4 s2"),
-    ("sm_80", "single", 128): _tuning("32x32 w4 s2", "32x32 w4 s2", "32x32 w4 s2"),
-    ("sm_80", "single", 256): _tuning("16x32 w4 s2", "16x16 w4 s2", "16x16 w4 s2"),
-    ("sm_90", "half", 64): _tuning("128x64 w8 s2", "128x64 w8 s2", "64x128 w8 s2"),
-    ("sm_90", "half", 128): _tuning("128x64 w8 s2", "128x64 w8 s2", "32x128 w8 s2"),
-    ("sm_90", "half", 256): _tuning("128x64 w8 s2", "64x32 w8 s2", "32x32 w8 s2"),
-    ("sm_100", "half", 64): _tuning("128x128 w8 s2", "128x128 w8 s2", "64x128 w8 s2"),
-    ("sm_100", "half", 128): _tuning("128x128 w8 s2", "128x64 w8 s2", "64x128 w8 s1"),
-    ("sm_100", "half", 256): _tuning("128x64 w8 s2", "64x64 w8 s1", "32x32 w8 s2"),
+    ("sm_80", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "32x32 w4 s2"),
+    ("sm_80", "single", 128): _tuning("32x32 w8 s2", "32x32 w8 s2", "16x32 w8 s2"),
+    ("sm_80", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
+    ("sm_90", "half", 64): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "64x128 w8 s2 tma"),
+    ("sm_90", "half", 128): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "32x128 w8 s2 tma"),
+    ("sm_90", "half", 256): _tuning("128x64 w8 s2 tma", "64x32 w8 s2", "32x32 w8 s2 tma"),
+    ("sm_90", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "16x32 w8 s2"),
+    ("sm_90", "single", 128): _tuning("16x32 w8 s2", "16x32 w8 s2", "16x32 w8 s2"),
+    ("sm_90", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
+    ("sm_100", "half", 64): _tuning("128x128 w8 s2 tma", "128x128 w8 s2", "64x128 w8 s2 tma"),
+    ("sm_100", "half", 128): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "64x128 w8 s1 tma"),
+    ("sm_100", "half", 256): _tuning(
+        "128x64 w8 s2 tma", "64x64 w8 s1", "64x128 w8 s1 tma", "64x128 w8 s1 tma"
+    ),
+    ("sm_100", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "16x32 w8 s2"),
+    ("sm_100", "single", 128): _tuning("16x32 w8 s2", "16x32 w8 s2", "16x32 w8 s2"),
+    ("sm_100", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
     ("gfx942", "half", 64): _tuning("128x64 w4 s1", "64x64 w4 s1", "64x64 w4 s1"),
     ("gfx942", "half", 128): _tuning("128x64 w4 s1", "64x32 w4 s1", "32x32 w4 s1"),
     ("gfx942", "half", 256): _tuning("64x32 w4 s1", "32x32 w4 s1", "16x32 w4 s1"),
+    ("gfx942", "single", 64): _tuning("64x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
+    ("gfx942", "single", 128): _tuning("32x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
+    ("gfx942", "single", 256): _tuning("32x16 w4 s1", "16x16 w4 s1", "16x16 w4 s1"),
 }
 # fmt: on
 """By architecture, type ("half" or "single") and largest head dim; for Triton 3.9."""
