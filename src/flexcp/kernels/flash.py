@@ -84,6 +84,7 @@ class FlashKernel:
         grad_lse: Tensor | None = None,
         delta: Tensor | None = None,  # noqa: ARG002
         grad_q: Tensor | None = None,
+        grad_kv: tuple[Tensor, Tensor] | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
         found = backward(
@@ -91,6 +92,8 @@ class FlashKernel:
             fused=None if grad_lse is not None else self.fused, score_mod=score_mod,
             grad_lse=grad_lse,
         )  # fmt: skip
+        if grad_kv is not None:
+            found = replace(found, k=grad_kv[0].copy_(found.k), v=grad_kv[1].copy_(found.v))
         return found if grad_q is None else replace(found, q=grad_q.add_(found.q))
 
 

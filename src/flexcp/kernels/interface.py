@@ -174,8 +174,6 @@ class PartialGradients:
     """[B, G, Lkv, Dv], of the same type."""
     captured: tuple[Tensor, ...] = ()
     """One for each tensor that the score function captures, in its order and type."""
-    kv: Tensor | None = None
-    """[B, G, Lkv, D + Dv] `k` and `v` as one tensor, if they were written side by side."""
 
 
 class Kernel(Protocol):
@@ -226,6 +224,7 @@ class Kernel(Protocol):
         grad_lse: Tensor | None = None,
         delta: Tensor | None = None,
         grad_q: Tensor | None = None,
+        grad_kv: tuple[Tensor, Tensor] | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`.
 
@@ -242,6 +241,7 @@ class Kernel(Protocol):
             grad_lse: [B, H, Lq] gradient of the global lse.
             delta: what `delta` gave for these rows; None works it out.
             grad_q: the queries' gradient from other keys, to be added to: it then holds both.
+            grad_kv: where to write the gradients of k and v, in any strides; new tensors if None.
         """
         ...
 

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcp import Mask
+from flexcp.kernels import Kernel
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.interface import causal_shapes, full_shapes
 from flexcp.kernels.triton.kernel import TritonKernel
 from flexcp.kernels.triton.tuning import INTERPRETER
@@ -77,14 +79,18 @@ def test_keys_and_values_are_read_as_they_lie_in_memory() -> None:
     assert torch.equal(kernel.forward(q, turned, v, shapes, scale=0.25).out, copied.out)
 
 
-def test_gradients_of_keys_and_values_are_written_side_by_side() -> None:
-    x = torch.randn(1, 1, 20, 16)
-    shapes, kernel = CompiledShapes(full_shapes(20, 20)), TritonKernel(SMALL)
+@pytest.mark.parametrize("kernel", [TritonKernel(SMALL), FlashKernel(None)])
+def test_gradients_of_keys_and_values_are_written_where_they_are_wanted(kernel: Kernel) -> None:
+    x = torch.randn(1, 2, 20, 16)
+    shapes = CompiledShapes(full_shapes(20, 20))
     found = kernel.forward(x, x, x, shapes, scale=0.25)
-    back = kernel.backward(x, x, x, x, found.out, found.lse, shapes, scale=0.25)
-    assert back.kv is not None
-    assert torch.equal(back.kv, torch.cat([back.k, back.v], -1))
-    assert back.kv.data_ptr() == back.k.data_ptr()
+    given = (x, x, x, x, found.out, found.lse, shapes)
+    back = kernel.backward(*given, scale=0.25)
+    rows_first = torch.full((20, 1, 2, 32), torch.nan)
+    room = rows_first.permute(1, 2, 0, 3).split(16, -1)
+    again = kernel.backward(*given, scale=0.25, grad_kv=room)
+    assert torch.equal(rows_first.permute(1, 2, 0, 3), torch.cat([back.k, back.v], -1))
+    assert again.k.data_ptr() == rows_first.data_ptr()
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])

@@ -88,14 +88,16 @@ class TritonKernel:
         grad_lse: Tensor | None = None,
         delta: Tensor | None = None,
         grad_q: Tensor | None = None,
+        grad_kv: tuple[Tensor, Tensor] | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
         assert score_mod is None
         if delta is None:
             delta = self.delta(grad_out, out, grad_lse)
         function = kernels()[1]
-        new_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        found_q = new_q if grad_q is None else grad_q
+        found_q = grad_q
+        if found_q is None:
+            found_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         given = (grad_out, q, k, v, lse, delta)
         dq = dq_launch(*given, found_q, compiled, scale, self.tuning.dq, grad_q is not None)
         dq.run(function.dq)
@@ -108,7 +110,7 @@ class TritonKernel:
             dkdv_launch(*given, found_k, found_v, compiled, scale, config, wanted).run(
                 function.dkdv
             )
-        return PartialGradients(found_q, found_k, found_v, kv=both)
+        return PartialGradients(found_q, found_k, found_v)
 
     def _key_launches(self) -> tuple[tuple[TileConfig, Mapping[str, bool]], ...]:
         if self.tuning.dv is None:
@@ -117,6 +119,14 @@ class TritonKernel:
             (self.tuning.dv, {"DK": False, "DV_WANTED": True}),
             (self.tuning.dkdv, {"DK": True, "DV_WANTED": False}),
         )
+
+
+def _side_by_side(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for gradients of K and V in one tensor, as their rows travel."""
+    widths = (k.shape[3], v.shape[3])
+    both = torch.empty(*k.shape[:3], sum(widths), dtype=torch.float32, device=k.device)
+    found_k, found_v = both.split(widths, -1)
+    return found_k, found_v
 
 
 def forward_launch(
