@@ -98,9 +98,8 @@ def test_the_loops_are_short(arch: str, tile: str) -> None:
 
 def test_float32_is_never_multiplied_as_tf32() -> None:
     small = "16x16 w4 s1"
-    rows = compiled(
-        *product(["sm_80", "sm_90"], ("forward", "dq", "dkdv"), [16], ["float32"], [small])
-    )
+    names = ("forward", "dq", "dkdv")
+    rows = compiled(*product(["sm_80", "sm_90"], names, [16], ["float32"], [small]))
     assert [row["tf32"] for row in rows] == [False] * 6
 
 

@@ -101,15 +101,10 @@ class TritonKernel:
         given = (grad_out, q, k, v, lse, delta)
         dq = dq_launch(*given, found_q, compiled, scale, self.tuning.dq, grad_q is not None)
         dq.run(function.dq)
-        # One tensor for both, as rows of K and V travel.
-        both = torch.empty(
-            *k.shape[:3], k.shape[3] + v.shape[3], dtype=torch.float32, device=k.device
-        )
-        found_k, found_v = both[..., : k.shape[3]], both[..., k.shape[3] :]
+        found_k, found_v = _side_by_side(k, v) if grad_kv is None else grad_kv
         for config, wanted in self._key_launches():
-            dkdv_launch(*given, found_k, found_v, compiled, scale, config, wanted).run(
-                function.dkdv
-            )
+            launch = dkdv_launch(*given, found_k, found_v, compiled, scale, config, wanted)
+            launch.run(function.dkdv)
         return PartialGradients(found_q, found_k, found_v)
 
     def _key_launches(self) -> tuple[tuple[TileConfig, Mapping[str, bool]], ...]:
@@ -160,7 +155,7 @@ def prep_launch(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None, delta: T
     grad_out, out = (readable(x, _PREP.rows) for x in (grad_out, out))
     unit, out_unit = unit_of(grad_out), unit_of(out)
     # Without a gradient of lse, any pointer of the type will do: it is not read.
-    from_lse = delta if grad_lse is None else grad_lse.contiguous()
+    from_lse = delta if grad_lse is None else _in_rows(grad_lse)
     tiles = -(-out.shape[2] // _PREP.rows)
     arguments = {
         "grad_out": grad_out, "out": out, "grad_lse": from_lse, "delta": delta,
@@ -188,6 +183,7 @@ def dq_launch(
     has_former: bool,
 ) -> Launch:
     """The launch that writes or adds to `grad_q`."""
+    lse, delta = _in_rows(lse), _in_rows(delta)
     most = max(config.rows, config.cols)
     grad_out, q, k, v = (readable(x, most) for x in (grad_out, q, k, v))
     lists = compiled.tile_lists(config.rows, config.cols, "query", q.device)
@@ -218,6 +214,7 @@ def dkdv_launch(
     wanted: Mapping[str, bool],
 ) -> Launch:
     """The launch that writes `grad_k`, `grad_v` or both, as `wanted` says."""
+    lse, delta = _in_rows(lse), _in_rows(delta)
     most = max(config.rows, config.cols)
     grad_out, q, k, v = (readable(x, most) for x in (grad_out, q, k, v))
     lists = compiled.tile_lists(config.rows, config.cols, "key", q.device)
@@ -243,6 +240,11 @@ def _backward_inputs(
         **strides("q", q, unit), **strides("k", k, unit), **strides("v", v, unit),
         **strides("g", grad_out, unit), **row_strides("lse", lse), **row_strides("delta", delta),
     }  # fmt: skip
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """One number per row, with those of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
