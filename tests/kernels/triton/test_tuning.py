@@ -43,8 +43,8 @@ def test_a_tile_that_cant_be_is_refused(text: str) -> None:
 
 
 def test_tiles_of_a_kernel_that_does_not_exist_are_refused() -> None:
-    with pytest.raises(FlexCPError, match=r"tiles for 'forward', .*, got 'bacward=64x64 w4 s2'"):
-        choose(x(), x(), kernel="triton: bacward=64x64 w4 s2")
+    with pytest.raises(FlexCPError, match=r"tiles for 'forward', .*, got 'backwards=64x64 w4 s2'"):
+        choose(x(), x(), kernel="triton: backwards=64x64 w4 s2")
 
 
 def test_what_the_kernels_cant_compute_is_refused_by_name() -> None:
