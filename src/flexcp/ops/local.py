@@ -106,6 +106,8 @@ def local_attention(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and, if wanted, the largest scores, by the kernel that suits the tensors best."""
     positions = None if score_mod is None else positions_of(mask, q.device)
+    if kernel is None and options and mask is not None and q.device.type == "cuda":
+        kernel = "flex"  # tuning options of torch's own kernels are for these
     choice = choose(
         q,
         v,
