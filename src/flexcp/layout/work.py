@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
+from flexcp.grid.row_ranges import KeyColumn, row_areas, row_ranges
 from flexcp.grid.rows import areas_by_plane, token_areas, unlinked_neighbours
 from flexcp.layout.layout import Layout
 
@@ -81,9 +82,23 @@ class Work:
         """int64 [n + 1] Pairs of all blocks before each."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.blocks.cumsum(0)])
 
-    def of_stretches(self, start: Tensor, stop: Tensor) -> Tensor:
-        """int64 Pairs of stretches of rows, exactly: cut blocks are looked at row by row."""
-        edges = torch.unique(torch.cat([start, stop]))
+    @cached_property
+    def _before_rows(self) -> Tensor | None:
+        """int64 [S + 1] Pairs of all rows before each; None if that takes a look at the tiles."""
+        total = torch.zeros(self.seq_len + 1, dtype=torch.int64)
+        for (grid, planes), weight in zip(self.planes, self.weights, strict=True):
+            areas = row_areas(grid).planes
+            if areas is None:
+                return None
+            for plane in planes:
+                total[1:].add_(areas[plane], alpha=int(weight[plane]))
+        return total.cumsum_(0)
+
+    def until(self, edges: Tensor) -> Tensor:
+        """int64 Pairs of all rows before some positions, exactly."""
+        if self._before_rows is not None:
+            return self._before_rows[edges]
+        edges, back = torch.unique(edges, return_inverse=True)
         inner = edges[(edges % self.block != 0) & (edges < self.seq_len)]
         block = torch.div(inner, self.block, rounding_mode="floor")
         cut_blocks, place = torch.unique(block, return_inverse=True)
@@ -96,18 +111,42 @@ class Work:
         known[(edges % self.block != 0) & (edges < self.seq_len)] += ahead[
             place, inner % self.block
         ]
-        return known[torch.searchsorted(edges, stop)] - known[torch.searchsorted(edges, start)]
+        return known[back]
+
+    def of_stretches(self, start: Tensor, stop: Tensor) -> Tensor:
+        """int64 Pairs of stretches of rows, exactly: cut blocks are looked at row by row."""
+        return self.until(torch.cat([stop, start])).view(2, -1).diff(dim=0).neg()[0]
 
     @cached_property
     def seams(self) -> Tensor:
         """int64 [n] Positions where documents begin: tokens before and after are strangers."""
         found: Tensor | None = None
         for grid, planes in self.planes:
-            own = unlinked_neighbours(grid, planes)
-            own = own[_bridges(grid, planes)[torch.div(own, self.block, rounding_mode="floor")]]
+            ranges = row_ranges(grid).planes
+            if ranges is None:
+                own = unlinked_neighbours(grid, planes)
+                own = own[_bridges(grid, planes)[torch.div(own, self.block, rounding_mode="floor")]]
+            else:
+                own = _uncrossed([column for plane in planes for column in ranges[plane]], grid)
             found = own if found is None else found[torch.isin(found, own)]
         assert found is not None
         return found
+
+
+def _uncrossed(columns: Sequence[KeyColumn], grid: BlockGrid) -> Tensor:
+    """int64 [n] Positions such that no row before sees one from there on, nor the other way."""
+    last = torch.arange(grid.q_len)  # a row that sees nothing is still one with itself
+    first = last.clone()
+    last += 1
+    for column in columns:
+        filled = column.start < column.stop
+        torch.maximum(last, column.stop, out=last)
+        torch.minimum(first, torch.where(filled, column.start, first), out=first)
+    position = torch.arange(1, grid.q_len)
+    open_ = (last.cummax(0).values[:-1] > position) | (
+        first.flip(0).cummin(0).values.flip(0)[1:] < position
+    )
+    return position[~open_]
 
 
 def area_per_rank(
