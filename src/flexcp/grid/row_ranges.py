@@ -122,7 +122,7 @@ def _of_grid(grid: BlockGrid) -> RowRanges:
     graph = trace_mask(grid.mask.mask_mod)
     planes = []
     for b, h in zip(grid.planes.b, grid.planes.h, strict=True):
-        reader = _Reader(graph, b, h, torch.arange(grid.kv_start, grid.kv_start + grid.kv_len))
+        reader = _RangeReader(graph, b, h, torch.arange(grid.kv_start, grid.kv_start + grid.kv_len))
         parts: list[list[_Column]] = []
         for q in in_parts(torch.arange(grid.q_start, grid.q_start + grid.q_len), _TOGETHER):
             columns = reader.allowed(graph.output, q)
@@ -141,7 +141,7 @@ def _of_grid(grid: BlockGrid) -> RowRanges:
     return RowRanges(tuple(planes))
 
 
-class _Reader:
+class _RangeReader:
     """Reads the ranges of one plane off the graph of its mask, some queries at a time."""
 
     def __init__(self, graph: MaskGraph, b: Tensor, h: Tensor, kv: Tensor) -> None:

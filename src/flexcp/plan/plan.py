@@ -225,7 +225,9 @@ class Plan:
 
     @cached_property
     def _stats(self) -> Stats:
-        return make_stats(self.grids, self.schedules, self.costs, self.shape)
+        return make_stats(
+            self.grids, self.schedules, self.costs, self.shape, self.machine.ranks_per_node
+        )
 
     def check(self) -> None:
         """Raises FlexCPError if a schedule is not a correct attention."""

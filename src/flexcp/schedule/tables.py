@@ -183,8 +183,22 @@ class Schedule:
         return range(first, first + self.heads_group_size)
 
     def with_kept_kv(self) -> Schedule:
-        """A schedule that keeps the KV rows that forward received: backward then moves none."""
-        backward = replace(self.backward, moves=Transfers.none())
+        """A schedule that keeps the KV rows that forward received: backward then moves none.
+
+        It takes the rounds in the other order, so that gradients of others' rows are on their way
+        home while a rank computes its own.
+        """
+        what, last = self.backward, self.backward.rounds - 1
+        order = torch.argsort(last - what.work.round, stable=True)
+        work = Tasks(
+            (last - what.work.round)[order],
+            *(x[order] for x in (what.work.rank, what.work.start, what.work.stop)),
+        )
+        home = what.returns
+        returns = Transfers.ordered(
+            last - home.round, home.source, home.target, home.start, home.stop
+        )
+        backward = Pass(what.rounds, Transfers.none(), work, returns)
         return replace(self, backward=backward, keeps_kv=True)
 
     def steps(self, rank: int, direction: Literal["forward", "backward"]) -> tuple[Step, ...]:
