@@ -125,7 +125,7 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
             continue
         found.extend(_options(problem, loads, group_size, schedule))
     group_size = min(found, key=lambda c: c.price).group_size
-    if layout in ("auto", "balanced") and loads.is_uneven(group_size, _EVEN) and group_size > 1:
+    if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, _EVEN):
         again = split_groups(
             named_layout("balanced", problem, problem.ranks.size // group_size), group_size
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ from flexcp.layout.work import Work
 
 _FEWER = 8
 """Token counts differ from the mean by at most this fraction of it, however large blocks are."""
-_TURNS = 2
+_TURNS = 4
 """Trades that are made at most, in multiples of the ranks there are."""
 
 
@@ -101,22 +101,16 @@ def _of_work(
     even = plain.imbalance() <= objective.enough
     if even and plain.price() <= objective.good * plain.mean:
         return _layout(plain.parts(), work.seq_len)
-    folded = Deal(documents, two_ended(documents, counts), bounds, objective)
-    deals = [folded]
-    if not even and plain.price() < folded.price():
-        deals.append(plain)
-    if len(documents) > 1:
-        room = [most for _, most in bounds] if isinstance(slack, float) else counts
-        packed = [
-            Deal(
-                documents,
-                whole_documents(documents, room, objective.enough, tails=tails),
-                bounds,
-                objective,
-            )
-            for tails in (False, True)
-        ]
-        deals.append(min(packed, key=Deal.price))
+    room = [most for _, most in bounds] if isinstance(slack, float) else counts
+    deals = [
+        Deal(documents, parts, bounds, objective)
+        for parts in _whole(documents, room, objective.enough)
+    ]
+    deals = [min(deals, key=Deal.price)] if deals else []
+    if not deals or deals[0].price() > objective.enough * deals[0].mean:
+        deals.append(Deal(documents, two_ended(documents, counts), bounds, objective))
+        if not even and plain.price() < deals[-1].price():
+            deals.append(plain)
     deals.sort(key=Deal.price)
     limit, best = objective.enough * deals[0].price(), deals[0]
     for deal in deals:
@@ -138,6 +132,12 @@ def _of_work(
     if best is not plain and ranks_per_node and len(set(bounds)) == 1:
         parts = [parts[rank] for rank in by_node(best, ranks_per_node)]
     return _layout(parts, work.seq_len)
+
+
+def _whole(documents: Documents, room: Sequence[int], enough: float) -> Iterator[Parts]:
+    """Ways to deal out whole documents, if there are several."""
+    if len(documents) > 1:
+        yield from (whole_documents(documents, room, enough, tails=t) for t in (False, True))
 
 
 def _bounds(documents: Documents, ranks: int) -> tuple[int, int]:
