@@ -171,7 +171,7 @@ def test_the_process_group_can_be_destroyed_after_a_fault():
             return "destroyed"
         return "not noticed"
 
-    assert testing.spawn(rank, 2, timeout=5) == ["destroyed", "gone"]
+    assert testing.spawn(rank, 2, timeout=2) == ["destroyed", "gone"]
 
 
 def test_a_plan_made_from_numbers_cannot_run():

@@ -95,7 +95,7 @@ def test_after_a_rank_has_raised_all_get_an_error_and_can_destroy_their_process_
         torch.distributed.destroy_process_group()
         return told
 
-    first, raised, last = testing.spawn(rank, 3, timeout=5)
+    first, raised, last = testing.spawn(rank, 3, timeout=3)
     assert raised == "ValueError: a rank's own mistake"
     for told in (first, last):
         assert told.startswith("FlexCPError")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexcp
 from flexcp import masks, testing
-from flexcp.comm import RankError, faults
+from flexcp.comm import RankError
 
 CAUSAL = masks.causal()
 X = torch.randn(1, 2, 60, 8, generator=torch.Generator().manual_seed(0))
@@ -40,11 +40,6 @@ def told(mesh, between=lambda: None):
     return "nothing"
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(faults, "_AFTER_TIMEOUT", 3.0)
-
-
 @pytest.mark.parametrize(("what", "victim"), [("unshard", 0), ("unshard", 2), ("backward", 1)])
 def test_a_rank_that_is_stopped_is_the_one_that_all_name(what, victim):
     processes = multiprocessing.get_context("fork").Array("l", 3)
@@ -68,7 +63,7 @@ def test_a_rank_that_is_stopped_is_the_one_that_all_name(what, victim):
             return str(error)
         return "nothing"
 
-    for number, text in enumerate(testing.spawn(rank, 3, timeout=4)):
+    for number, text in enumerate(testing.spawn(rank, 3, timeout=3)):
         if number == victim:
             assert text.startswith(f"expected rank {victim}, which is this one, to come to")
         else:
