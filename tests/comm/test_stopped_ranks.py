@@ -100,14 +100,15 @@ def test_after_a_death_new_groups_among_the_same_processes_work_and_name_their_o
         dist.destroy_process_group()
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(tmp_path / "again"), 3), world_size=3,
-            rank=max(0, number - 1), timeout=datetime.timedelta(seconds=30),
+            rank=max(0, number - 1), timeout=datetime.timedelta(seconds=8),
         )  # fmt: skip
         again = init_device_mesh("cpu", (3,))
         torch.testing.assert_close(run(again), expected)
         raise ValueError(told(again, kill if again.get_rank() == 2 else lambda: None))
 
     with pytest.raises(RankError) as caught:
-        testing.spawn(rank, 4, timeout=30)
+        # The rank that waits for one that gave up, and closes nothing, waits all of this time.
+        testing.spawn(rank, 4, timeout=8)
     ends = {r: str(error) for r, error in caught.value.failures.items()}
     assert ends[1] == ends[3] == "it ended with code -9"
     for survivor in (0, 2):
