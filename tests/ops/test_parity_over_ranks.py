@@ -72,7 +72,8 @@ def compare(
             dtype=dtype,
             batch=batch,
         )
-        plan.check()
+        if mesh.get_rank() == 0:  # the plan of every rank is the same
+            plan.check()
         local = [plan.shard(x.detach(), 2).requires_grad_() for x in full]
         given = local
         if permuted:  # the same values in memory as [B, L, H, D]
@@ -188,7 +189,12 @@ def test_autocast_casts_as_it_does_in_one_process():
 
 
 def test_sixty_four_ranks():
-    assert compare(testing.simulate, 64, masks.causal(), 203) < 1e-10
+    # Searched for once: 64 searches take longer than the rest.
+    found = flexcp.make_plan(
+        masks.causal(), 203, 64, layout="balanced", schedule="exchange", block_size=16, num_heads=4,
+        num_kv_heads=2, head_dim=8, dtype=torch.float64, batch=2,
+    )  # fmt: skip
+    assert compare(testing.simulate, 64, masks.causal(), 203, layout=found.layout) < 1e-10
 
 
 @pytest.mark.parametrize("schedule", ["exchange", "ring", "allgather", "ulysses"])

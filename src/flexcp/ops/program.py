@@ -147,27 +147,30 @@ def rank_program(
     forward = schedule.steps(rank, "forward")
     steps = forward if direction == "forward" else schedule.steps(rank, "backward")
     keeps = direction == "backward" and schedule.keeps_kv
-    arrivals = forward if keeps else steps
-    buffers = [own, *(_rows_of_messages(step.receives) for step in arrivals)]
+    held = _HeldRows(schedule.groups.seq_len * schedule.groups.batch_elements)
+    held.add(own)
+    for step in forward if keeps else ():
+        held.add(_rows_of_messages(step.receives))
     work = WorkFinder(schedule, grid, group, place)
     rounds = []
-    for i, step in enumerate(steps):
-        known = buffers if keeps else buffers[: i + 2]
-        before = buffers if keeps else buffers[: i + 1]
+    for step in steps:
         rows = rows_of_spans(step.work)
+        sends = tuple(_message(p, rows_of_spans(s), held) for p, s in step.sends)
+        if not keeps:
+            held.add(_rows_of_messages(step.receives))
         rounds.append(
             Round(
                 tuple(Message(p, rows_of_spans(s).numel()) for p, s in step.receives),
-                tuple(_message(p, rows_of_spans(s), before) for p, s in step.sends),
+                sends,
                 rows.numel(),
-                _copies(rows, known),
+                held.copies(rows),
                 work.of(rows),
                 (),
                 (),
             )
         )
     rounds, own_gradients = _with_returns(rounds, steps, own)
-    last_use = _last_use(rounds, len(buffers), schedule.keeps_kv)
+    last_use = _last_use(rounds, held.buffers, schedule.keeps_kv)
     return RankProgram(tuple(rounds), own_gradients, schedule.groups.batch_elements > 1, last_use)
 
 
@@ -221,62 +224,83 @@ def _with_returns(
     rounds: list[Round], steps: Sequence[Step], own: Tensor
 ) -> tuple[list[Round], tuple[RowCopy, ...]]:
     """Adds where returned gradients are gathered from; what is sent leaves its piece."""
-    pieces: dict[int, Tensor] = {}
-    alive: dict[int, Tensor] = {}
+    pieces = _GradientPieces()
     done = []
     for i, (round_, step) in enumerate(zip(rounds, steps, strict=True)):
-        pieces[2 * i] = rows_of_spans(step.work)
-        alive[2 * i] = torch.ones(pieces[2 * i].numel(), dtype=torch.bool)
+        pieces.add(2 * i, rows_of_spans(step.work))
         out = []
         for peer, spans in step.returns_out:
             rows = rows_of_spans(spans)
-            copies = _gathered(rows, pieces, alive)
-            out.append(Message(peer, rows.numel(), copies))
-            for copy in copies:
-                alive[copy.buffer][copy.source] = False
-        pieces[2 * i + 1] = _rows_of_messages(step.returns_in)
-        alive[2 * i + 1] = torch.ones(pieces[2 * i + 1].numel(), dtype=torch.bool)
+            out.append(Message(peer, rows.numel(), pieces.take(rows)))
+        pieces.add(2 * i + 1, _rows_of_messages(step.returns_in))
         back = tuple(Message(p, rows_of_spans(s).numel()) for p, s in step.returns_in)
         done.append(replace(round_, returns_in=back, returns_out=tuple(out)))
-    return done, _gathered(own, pieces, alive)
+    return done, pieces.take(own)
 
 
-def _gathered(
-    rows: Tensor, pieces: dict[int, Tensor], alive: dict[int, Tensor]
-) -> tuple[RowCopy, ...]:
-    """Everything that the pieces hold of some rows."""
-    order = torch.argsort(rows)
-    ascending = rows[order]
-    found = []
-    for name, held in pieces.items():
-        at = torch.searchsorted(ascending, held).clamp(max=max(rows.numel() - 1, 0))
-        if rows.numel() == 0 or held.numel() == 0:
-            continue
-        source = torch.nonzero((ascending[at] == held) & alive[name])[:, 0]
-        if source.numel():
-            found.append(RowCopy(name, source, order[at[source]]))
-    return tuple(found)
+class _GradientPieces:
+    """The pieces of gradient that a rank has, without what it has sent."""
+
+    def __init__(self) -> None:
+        # Row, piece, and place in the piece of all that is there, by piece and place.
+        self._rows = self._piece = self._place = torch.zeros(0, dtype=torch.int64)
+
+    def add(self, piece: int, rows: Tensor) -> None:
+        """A new piece holds the gradients of these rows."""
+        self._rows = torch.cat([self._rows, rows])
+        self._piece = torch.cat([self._piece, torch.full_like(rows, piece)])
+        self._place = torch.cat([self._place, torch.arange(rows.numel())])
+
+    def take(self, rows: Tensor) -> tuple[RowCopy, ...]:
+        """Everything that pieces hold of some rows; they do not hold it any more."""
+        if rows.numel() == 0:
+            return ()
+        ascending, order = torch.sort(rows)
+        at = torch.searchsorted(ascending, self._rows).clamp(max=rows.numel() - 1)
+        taken = ascending[at] == self._rows
+        pieces, counts = torch.unique_consecutive(self._piece[taken], return_counts=True)
+        sizes = counts.tolist()
+        copies = zip(
+            pieces.tolist(),
+            self._place[taken].split(sizes),
+            order[at[taken]].split(sizes),
+            strict=True,
+        )
+        found = tuple(RowCopy(*copy) for copy in copies)
+        left = ~taken
+        self._rows, self._piece, self._place = (
+            x[left] for x in (self._rows, self._piece, self._place)
+        )
+        return found
 
 
-def _message(peer: int, rows: Tensor, buffers: Sequence[Tensor]) -> Message:
-    return Message(peer, rows.numel(), _copies(rows, buffers))
-
-
-def _copies(rows: Tensor, buffers: Sequence[Tensor]) -> tuple[RowCopy, ...]:
+class _HeldRows:
     """Where each row is: in the latest buffer that holds it."""
-    missing = torch.ones(rows.numel(), dtype=torch.bool)
-    found = []
-    for number in reversed(range(len(buffers))):
-        held, order = torch.sort(buffers[number])
-        if held.numel() == 0:
-            continue
-        at = torch.searchsorted(held, rows).clamp(max=held.numel() - 1)
-        place = torch.nonzero((held[at] == rows) & missing)[:, 0]
-        if place.numel():
-            found.append(RowCopy(number, order[at[place]], place))
-            missing[place] = False
-    assert not bool(missing.any()), "a schedule uses rows that have not arrived"
-    return tuple(found)
+
+    def __init__(self, rows: int) -> None:
+        self.buffers = 0
+        self._buffer = torch.full((rows,), -1, dtype=torch.int64)
+        self._place = torch.zeros(rows, dtype=torch.int64)
+
+    def add(self, rows: Tensor) -> None:
+        """The next buffer holds these rows, in this order."""
+        self._buffer[rows] = self.buffers
+        self._place[rows] = torch.arange(rows.numel())
+        self.buffers += 1
+
+    def copies(self, rows: Tensor) -> tuple[RowCopy, ...]:
+        """From which places of which buffers rows are copied, from the latest buffer on."""
+        buffer = self._buffer[rows]
+        assert not bool((buffer < 0).any()), "a schedule uses rows that have not arrived"
+        found = []
+        for number in buffer.unique().flip(0).tolist():
+            to = torch.nonzero(buffer == number)[:, 0]
+            found.append(RowCopy(number, self._place[rows[to]], to))
+        return tuple(found)
+
+
+def _message(peer: int, rows: Tensor, held: _HeldRows) -> Message:
+    return Message(peer, rows.numel(), held.copies(rows))
 
 
 def _last_use(rounds: Sequence[Round], buffers: int, keeps: bool) -> tuple[int, ...]:
