@@ -38,3 +38,10 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 def same_random_numbers() -> None:
     """Every test starts from the same seed."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def loaded_compiler() -> None:
+    """Compiles something in this process: each rank that is forked would load all of it anew."""
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: x.sin(), backend="aot_eager")(x).sum().backward()

@@ -39,6 +39,7 @@ def test_every_attention_function_is_that_of_the_whole_sequence(name):
     assert_same(results, whole())
 
 
+@pytest.mark.usefixtures("loaded_compiler")
 @pytest.mark.parametrize("name", ["sdpa", "compiled torch flex"])
 def test_it_is_so_between_processes(name):
     results = testing.spawn(lambda mesh: sharded(mesh, ATTENTIONS[name]), 2)
