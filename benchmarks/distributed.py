@@ -88,26 +88,24 @@ class Watch:
     def reset(self) -> None:
         self.seen = Traffic()
 
-    def _watched(self, sends: Any, receives: Any, *, like: Tensor, label: str) -> Any:
-        pending = self._exchange(sends, receives, like=like, label=label)
+    def _watched(self, sends: Any, receives: Any, *, label: Any) -> Any:
+        pending = self._exchange(sends, receives, label=label)
         seen = self.seen
-        size = like.element_size()
-        seen.received += sum(size * torch.Size(shape).numel() for _, shape in receives)
-        shapes = [(peer, tuple(x.shape), x.dtype) for peer, x in sends]
-        seen.rounds.append((shapes, [(p, tuple(s)) for p, s in receives], label))
+        seen.received += sum(x.nbytes for _, x in receives)
+        shapes = [[(peer, x.shape, x.dtype) for peer, x in xs] for xs in (sends, receives)]
+        seen.rounds.append((*shapes, label))
         return _Watched(pending, seen)
 
     def alone(self) -> float:
         """Seconds of the same transfers without any compute."""
         prepared = [
-            ([(p, torch.zeros(s, dtype=d)) for p, s, d in sends], receives, label)
-            for sends, receives, label in self.seen.rounds
+            ([[(p, torch.zeros(s, dtype=d)) for p, s, d in xs] for xs in both], label)
+            for *both, label in self.seen.rounds
         ]
         dist.barrier()
         begin = time.perf_counter()
-        for sends, receives, label in prepared:
-            like = sends[0][1] if sends else torch.zeros(1)
-            self._exchange(sends, receives, like=like, label=label).wait()
+        for both, label in prepared:
+            self._exchange(*both, label=label).wait()
         return time.perf_counter() - begin
 
 
@@ -116,11 +114,10 @@ class _Watched:
     pending: Any
     seen: Traffic
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> None:
         begin = time.perf_counter()
-        found: list[Tensor] = self.pending.wait()
+        self.pending.wait()
         self.seen.waited += time.perf_counter() - begin
-        return found
 
 
 @dataclass

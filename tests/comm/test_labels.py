@@ -4,12 +4,20 @@ import pickle
 
 import pytest
 
-from flexcp.comm import CollectiveLabel, RoundLabel
+from flexcp.comm import CallLabel, CollectiveLabel, RoundLabel
 from flexcp.comm.process import tag_of
+
+
+def label_of(what, mask, number):
+    call = CallLabel(f"attention under mask {mask!r}" if mask else "attention", b"", 0)
+    if what == "gradients":
+        return call.passing("backward").round("gradients", number)
+    return call.passing(what).round("rows", number)
+
 
 LABELS = [
     *(
-        RoundLabel(what, mask, number)
+        label_of(what, mask, number)
         for what in ("forward", "backward", "gradients")
         for mask in ("", "full", "sliding")
         for number in range(40)
@@ -38,15 +46,15 @@ def test_tags_fit_what_transports_take_and_travel():
 
 def test_tags_are_the_same_in_every_process():
     """Python's own hashes of texts are not."""
-    assert tag_of(RoundLabel("forward", "sliding", 3)) == 864071217
+    assert tag_of(label_of("forward", "sliding", 3)) == 364390646
     assert tag_of(CollectiveLabel("all_gather", 1)) == 1620923588
 
 
 @pytest.mark.parametrize(
     ("label", "text"),
     [
-        (RoundLabel("forward", "", 0), "round 0 of the forward of attention"),
-        (RoundLabel("gradients", "a", 2), "round 2 of the gradients of attention under mask 'a'"),
+        (label_of("forward", "", 0), "round 0 of the forward of attention"),
+        (label_of("gradients", "a", 2), "round 2 of the gradients of attention under mask 'a'"),
         (CollectiveLabel("all_reduce", 3), "all_reduce #3"),
         (CollectiveLabel("all_to_all", 1, (2, 3)), "all_to_all of ranks 2,3 #1"),
         (
@@ -65,4 +73,5 @@ def test_errors_call_labels_by_their_text(label, text):
 
 def test_only_rounds_of_the_forward_pass_are_forward():
     for label in LABELS:
-        assert label.is_forward == (isinstance(label, RoundLabel) and label.what == "forward")
+        is_round = isinstance(label, RoundLabel) and label.what == "rows"
+        assert label.is_forward == (is_round and label.pass_.direction == "forward")

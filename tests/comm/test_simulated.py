@@ -10,7 +10,7 @@ import torch
 
 import flexcp
 from flexcp import FlexCPError, masks, testing
-from flexcp.comm import RankError, RoundLabel, Transport
+from flexcp.comm import CallLabel, RankError, Transport
 from flexcp.plan import make_plan
 
 
@@ -21,8 +21,8 @@ def test_the_transport_has_the_interface_of_a_transport():
 def test_collectives_give_every_rank_the_same():
     def fn(mesh):
         t, r = mesh.transport, mesh.get_rank()
-        gathered = t.all_gather(torch.full((r,), r), [[n] for n in range(3)])
-        swapped = t.all_to_all([torch.tensor(10 * r + p) for p in range(3)], [[]] * 3, range(3))
+        gathered = t.gather_parts(torch.full((r,), r), [[n] for n in range(3)])
+        swapped = t.swap_parts([torch.tensor(10 * r + p) for p in range(3)], [[]] * 3, range(3))
         t.barrier()
         return (
             [g.tolist() for g in gathered],
@@ -38,20 +38,19 @@ def test_collectives_give_every_rank_the_same():
         assert texts == ["rank 0", "rank 1", "rank 2"]
 
 
+def label_of(what, number):
+    return CallLabel(what, b"", 0).passing("forward").round("rows", number)
+
+
 def test_transfers_are_asynchronous_and_match_by_label():
     def fn(mesh):
         t, r = mesh.transport, mesh.get_rank()
-        like = torch.zeros(1)
-        first = t.exchange(
-            [(1 - r, like + r)], [(1 - r, (1,))], like=like, label=RoundLabel("forward", "a", 0)
-        )
-        second = t.exchange(
-            [(1 - r, like + 10 + r)],
-            [(1 - r, (1,))],
-            like=like,
-            label=RoundLabel("forward", "b", 0),
-        )
-        return float(second.wait()[0]), float(first.wait()[0])
+        x, came, came_too = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        first = t.exchange([(1 - r, x + r)], [(1 - r, came)], label=label_of("a", 0))
+        second = t.exchange([(1 - r, x + 10 + r)], [(1 - r, came_too)], label=label_of("b", 0))
+        second.wait()
+        first.wait()
+        return float(came_too), float(came)
 
     assert testing.simulate(fn, 2) == [(11.0, 1.0), (10.0, 0.0)]
 
@@ -59,14 +58,28 @@ def test_transfers_are_asynchronous_and_match_by_label():
 def test_what_is_sent_is_what_it_was_when_it_was_sent():
     def fn(mesh):
         t, r = mesh.transport, mesh.get_rank()
-        x = torch.ones(2)
-        pending = t.exchange(
-            [(1 - r, x)], [(1 - r, (2,))], like=x, label=RoundLabel("forward", "", 0)
-        )
+        x, came = torch.ones(2), torch.zeros(2)
+        pending = t.exchange([(1 - r, x)], [(1 - r, came)], label=label_of("", 0))
         x.zero_()
-        return pending.wait()[0].tolist()
+        pending.wait()
+        return came.tolist()
 
     assert testing.simulate(fn, 2) == [[1.0, 1.0]] * 2
+
+
+def test_rows_are_gathered_and_swapped_into_given_buffers():
+    def fn(mesh):
+        t, r = mesh.transport, mesh.get_rank()
+        gathered, swapped = torch.zeros(3, 2), torch.zeros(4)
+        x = torch.arange(4.0) + 10 * r
+        t.all_gather(gathered, x[:2].clone(), label=label_of("", 0)).wait()
+        takes = [2, 1, 1] if r == 0 else [1, 2, 1] if r == 1 else [1, 1, 2]
+        t.all_to_all(swapped, x, takes, takes, range(3), label=label_of("", 1)).wait()
+        return gathered.tolist(), swapped.tolist()
+
+    found = testing.simulate(fn, 3)
+    assert all(gathered == [[0, 1], [10, 11], [20, 21]] for gathered, _ in found)
+    assert [swapped for _, swapped in found] == [[0, 1, 10, 20], [2, 11, 12, 21], [3, 13, 22, 23]]
 
 
 def test_runs_are_the_same_every_time():
@@ -89,9 +102,7 @@ def test_a_deadlock_says_who_waits_for_whom():
         r = mesh.get_rank()
         if r < 2:
             x = torch.zeros(1)
-            mesh.transport.exchange(
-                [], [(1 - r, (1,))], like=x, label=RoundLabel("forward", "", 3)
-            ).wait()
+            mesh.transport.exchange([], [(1 - r, x)], label=label_of("", 3)).wait()
 
     with pytest.raises(FlexCPError, match=r"rank 0 waits for rank 1 to send in round 3") as error:
         testing.simulate(fn, 3)
@@ -115,7 +126,7 @@ def test_a_message_of_another_shape_or_type_is_an_error():
         r = mesh.get_rank()
         x = torch.zeros(2 + r)
         mesh.transport.exchange(
-            [(1 - r, x)], [(1 - r, x.shape)], like=x, label=RoundLabel("forward", "", 1)
+            [(1 - r, x)], [(1 - r, torch.empty_like(x))], label=label_of("", 1)
         ).wait()
 
     with pytest.raises(RankError, match=r"shape \(3,\) from rank 0 in round 1"):

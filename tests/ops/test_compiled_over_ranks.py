@@ -169,10 +169,10 @@ def noting_rounds(plan):
     transport, noted = plan.ranks.transport, []
     exchange = transport.exchange
 
-    def noting(sends, receives, *, like, label):
+    def noting(sends, receives, *, label):
         if isinstance(label, RoundLabel):
             noted.append(str(label))
-        return exchange(sends, receives, like=like, label=label)
+        return exchange(sends, receives, label=label)
 
     vars(transport)["exchange"] = noting
     return noted

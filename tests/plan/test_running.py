@@ -11,11 +11,15 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from flexcp import masks, testing
-from flexcp.comm import RoundLabel
+from flexcp.comm import CallLabel
 from flexcp.plan import make_plan
 
 H, G, D = 6, 3, 4
 LENGTH = 61
+
+
+def label_of(direction, what, number):
+    return CallLabel("attention", b"", 0).passing(direction).round(what, number)
 
 
 class DenseRank:
@@ -39,7 +43,7 @@ class DenseRank:
         counts = self.plan.layout.counts
         parts = [x[r.start : r.stop].contiguous() for r in ranges]
         shapes = [(len(own), int(counts[m]), D) for m in members]
-        return torch.cat(self.transport.all_to_all(parts, shapes, members), dim=1)
+        return torch.cat(self.transport.swap_parts(parts, shapes, members), dim=1)
 
     def to_rows(self, x, which, heads):
         """The group's rows with own heads -> own rows with all heads; shared heads add up."""
@@ -48,7 +52,7 @@ class DenseRank:
         ranges = [getattr(s, which) for s in self.schedule.heads]
         shapes = [(len(r), sizes[self.place], D) for r in ranges]
         parts = [p.contiguous() for p in x.split(sizes, dim=1)]
-        came = self.transport.all_to_all(parts, shapes, members)
+        came = self.transport.swap_parts(parts, shapes, members)
         whole = torch.zeros(heads, sizes[self.place], D, dtype=x.dtype)
         for r, part in zip(ranges, came, strict=True):
             whole[r.start : r.stop] += part
@@ -60,9 +64,10 @@ class DenseRank:
         if add:
             for _, rows in sends:
                 buffer[:, :, index(rows)] = 0
-        shapes = [(peer, (*buffer.shape[:2], index(rows).numel(), D)) for peer, rows in receives]
-        came = self.transport.exchange(out, shapes, like=buffer, label=label).wait()
-        for (_, rows), part in zip(receives, came, strict=True):
+        room = [buffer.new_empty(*buffer.shape[:2], index(rows).numel(), D) for _, rows in receives]
+        came = [(peer, part) for (peer, _), part in zip(receives, room, strict=True)]
+        self.transport.exchange(out, came, label=label).wait()
+        for (_, rows), part in zip(receives, room, strict=True):
             buffer[:, :, index(rows)] = part + (buffer[:, :, index(rows)] if add else 0)
 
     def scores(self, keys, kv):
@@ -76,7 +81,7 @@ class DenseRank:
         total = torch.zeros(*self.q.shape[:2], D, dtype=q.dtype)
         weight = torch.zeros(self.q.shape[:2], dtype=q.dtype)
         for i, step in enumerate(self.schedule.steps(self.rank, "forward")):
-            self.move(step.sends, step.receives, kv, RoundLabel("forward", "", i))
+            self.move(step.sends, step.receives, kv, label_of("forward", "rows", i))
             for a, b in step.work:
                 keys = torch.arange(a, b)
                 p = self.scores(keys, kv).exp()
@@ -96,7 +101,7 @@ class DenseRank:
         delta = (grad * self.out).sum(-1, keepdim=True)
         dq, dkv = torch.zeros_like(self.q), torch.zeros_like(kv)
         for i, step in enumerate(self.schedule.steps(self.rank, "backward")):
-            self.move(step.sends, step.receives, kv, RoundLabel("backward", "", i))
+            self.move(step.sends, step.receives, kv, label_of("backward", "rows", i))
             for a, b in step.work:
                 keys = torch.arange(a, b)
                 s = self.scores(keys, kv)
@@ -107,7 +112,11 @@ class DenseRank:
                     dkv[0, g, keys] += ds[h].mT @ self.q[h]
                     dkv[1, g, keys] += p[h].mT @ grad[h]
             self.move(
-                step.returns_out, step.returns_in, dkv, RoundLabel("gradients", "", i), add=True
+                step.returns_out,
+                step.returns_in,
+                dkv,
+                label_of("backward", "gradients", i),
+                add=True,
             )
         dk, dv = (self.to_rows(x[:, self.rows], "kv", G) for x in dkv)
         return self.to_rows(dq, "q", H), dk, dv

@@ -1,12 +1,14 @@
 """Moving rows between ranks: the interface of a transport, and one within a single process."""
 
 from flexcp.comm.interface import Pending, Transport
-from flexcp.comm.labels import CollectiveLabel, MessageLabel, RoundLabel
+from flexcp.comm.labels import CallLabel, CollectiveLabel, MessageLabel, PassLabel, RoundLabel
 from flexcp.comm.simulated import RankError, SimulatedMesh, SimulatedTransport, World
 
 __all__ = [
+    "CallLabel",
     "CollectiveLabel",
     "MessageLabel",
+    "PassLabel",
     "Pending",
     "RankError",
     "RoundLabel",

@@ -41,16 +41,42 @@ class PairwiseCollectives(ABC):
         return torch.device("cpu")
 
     @abstractmethod
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> Pending:
+    def exchange(self, sends: Sends, receives: Receives, *, label: MessageLabel) -> Pending:
         """Starts the transfers of a round, and returns at once."""
 
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    def all_gather(self, out: Tensor, x: Tensor, *, label: MessageLabel) -> Pending:
+        """Starts to gather the tensors of all ranks, of equal shapes, into [ranks, *x.shape]."""
+        others = [r for r in range(self.world_size) if r != self.rank]
+        out[self.rank].copy_(x)
+        return self.exchange([(r, x) for r in others], [(r, out[r]) for r in others], label=label)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        label: MessageLabel,
+    ) -> Pending:
+        """Starts to swap parts of flat tensors: so many elements from and to each of `ranks`."""
+        came, sent = out.split(list(takes)), x.split(list(gives))
+        others = [i for i, r in enumerate(ranks) if r != self.rank]
+        if len(others) < len(ranks):
+            own = list(ranks).index(self.rank)
+            came[own].copy_(sent[own])
+        return self.exchange(
+            [(ranks[i], sent[i]) for i in others],
+            [(ranks[i], came[i]) for i in others],
+            label=label,
+        )
+
+    def gather_parts(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """The tensors of all ranks, by rank."""
         return self._swap("all_gather", [x] * self.world_size, shapes)
 
-    def all_to_all(
+    def swap_parts(
         self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> list[Tensor]:
         """One tensor to each of `ranks`, one from each."""
@@ -69,8 +95,8 @@ class PairwiseCollectives(ABC):
         """The texts of all ranks, by rank."""
         mine = self._as_tensor(text.encode())
         size = torch.tensor([mine.numel()], device=self.device)
-        sizes = self.all_gather(size, [[1]] * self.world_size)
-        parts = self.all_gather(mine, [[int(n)] for n in sizes])
+        sizes = self.gather_parts(size, [[1]] * self.world_size)
+        parts = self.gather_parts(mine, [[int(n)] for n in sizes])
         return [bytes(part.tolist()).decode() for part in parts]
 
     def compare(self, agreement: Agreement) -> None:
@@ -92,21 +118,19 @@ class PairwiseCollectives(ABC):
         label = self._next("compare")
         answer = self._as_tensor(REFUSED)
         note = self._as_tensor(why.encode()[:_NOTE].decode(errors="ignore").encode().ljust(_NOTE))
-        theirs = [(r, answer.shape) for r in others]
+        theirs = [(r, torch.empty_like(answer)) for r in others]
         self._notes += [
-            self.exchange([(r, answer) for r in others], theirs, like=answer, label=label),
-            self.exchange(
-                [(r, note) for r in others], [], like=note, label=replace(label, is_reason=True)
-            ),
+            self.exchange([(r, answer) for r in others], theirs, label=label),
+            self.exchange([(r, note) for r in others], [], label=replace(label, is_reason=True)),
         ]
         time.sleep(self.moment)
 
     def refusals(self, ranks: Sequence[int]) -> list[str]:
         """Why these ranks refused in the last comparison."""
-        like = torch.empty(0, dtype=torch.uint8, device=self.device)
+        notes = [torch.empty(_NOTE, dtype=torch.uint8, device=self.device) for _ in ranks]
         label = CollectiveLabel("compare", self._calls["compare", ()], is_reason=True)
-        pending = self.exchange([], [(r, [_NOTE]) for r in ranks], like=like, label=label)
-        return [bytes(x.tolist()).decode().strip() for x in pending.wait()]
+        self.exchange([], list(zip(ranks, notes, strict=True)), label=label).wait()
+        return [bytes(x.tolist()).decode().strip() for x in notes]
 
     def _as_tensor(self, content: bytes) -> Tensor:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
@@ -126,13 +150,12 @@ class PairwiseCollectives(ABC):
         """One part to each rank, and one from each; `among` some ranks only, if they are named."""
         label, ranks = self._next(name, among), among or range(self.world_size)
         others = [i for i, r in enumerate(ranks) if r != self.rank]
-        pending = self.exchange(
+        came = {i: parts[0].new_empty(tuple(shapes[i])) for i in others}
+        self.exchange(
             [(ranks[i], parts[i]) for i in others],
-            [(ranks[i], shapes[i]) for i in others],
-            like=parts[0],
+            [(ranks[i], came[i]) for i in others],
             label=label,
-        )
-        came = dict(zip(others, pending.wait(), strict=True))
+        ).wait()
         return [came[i] if i in came else parts[i].detach().clone() for i in range(len(ranks))]
 
     def _next(self, name: CollectiveName, among: tuple[int, ...] = ()) -> CollectiveLabel:

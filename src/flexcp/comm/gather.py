@@ -38,7 +38,7 @@ class _GatherShards(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.rank = transport.rank
         shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in counts]
-        parts = transport.all_gather(x.detach().contiguous(), shapes)
+        parts = transport.gather_parts(x.detach().contiguous(), shapes)
         return tuple(x.clone() if r == ctx.rank else part for r, part in enumerate(parts))
 
     @staticmethod

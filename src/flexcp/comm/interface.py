@@ -1,7 +1,6 @@
 """What a transport does, whether its ranks are processes or threads of one.
 
-Every call is made by all ranks that take part, in the same order. Tensors are contiguous. Receives
-are given the shape that will come: both ends know it from the plan.
+Tensors are contiguous. What comes is put into given buffers: both ends know its size from the plan.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from flexcp.comm.labels import MessageLabel
 
 Sends = Sequence[tuple[int, Tensor]]
 """Messages of a round that this rank sends: to which rank, and what."""
-Receives = Sequence[tuple[int, Sequence[int]]]
-"""Messages of a round that this rank gets: from which rank, and of which shape."""
+Receives = Sequence[tuple[int, Tensor]]
+"""Messages of a round that this rank gets: from which rank, and where to."""
 
 
 class Pending(Protocol):
     """Transfers on their way."""
 
-    def wait(self) -> list[Tensor]:
-        """Returns once all have arrived: the received tensors, in the order of the receives."""
+    def wait(self) -> None:
+        """Returns once all has arrived in its buffer, and what is sent may be overwritten."""
         ...
 
 
@@ -42,27 +41,35 @@ class Transport(Protocol):
         """How many ranks."""
         ...
 
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> Pending:
+    def exchange(self, sends: Sends, receives: Receives, *, label: MessageLabel) -> Pending:
         """Starts the transfers of a round, and returns at once.
 
         Args:
             sends: Rank and tensor of each message.
-            receives: Rank and shape of each message to come.
-            like: A tensor with the type and device of what comes.
+            receives: Rank and buffer of each message to come.
             label: Names the round; messages only match within one label.
         """
         ...
 
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank; `shapes` are theirs."""
+    def all_gather(self, out: Tensor, x: Tensor, *, label: MessageLabel) -> Pending:
+        """Starts to gather the tensors of all ranks, of equal shapes, into [ranks, *x.shape]."""
         ...
 
     def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """One tensor to each of `ranks`, one from each; `shapes` are of those that come."""
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        label: MessageLabel,
+    ) -> Pending:
+        """Starts to swap parts of flat tensors: so many elements from and to each of `ranks`."""
+        ...
+
+    def gather_parts(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The tensors of all ranks, by rank; `shapes` are theirs."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -25,30 +25,58 @@ class MessageLabel(ABC):
 
 
 @dataclass(frozen=True)
-class RoundLabel(MessageLabel):
-    """One round of attention under a plan.
+class CallLabel:
+    """One call that all ranks make.
 
-    >>> str(RoundLabel("forward", "sliding", 3))
+    >>> call = CallLabel("attention under mask 'sliding'", b"", 7)
+    >>> str(call.passing("forward").round("rows", 3))
     "round 3 of the forward of attention under mask 'sliding'"
-    >>> RoundLabel("forward", "", 3).is_forward
-    True
     """
 
-    what: Literal["forward", "backward", "gradients"]
-    """KV rows of the forward or of the backward pass, or gradients on their way to the owners."""
-    mask: str
-    """The name of the plan's mask; "" if it has one only."""
+    what: str
+    """What errors call it."""
+    digest: bytes
+    """Of the plan and the kind of call."""
+    number: int
+    """Which call of the group, from 0 on."""
+    recomputation: int = 0
+    """0, or which recomputation of it (activation checkpointing)."""
+
+    def passing(self, direction: Literal["forward", "backward"], number: int = 0) -> PassLabel:
+        """One pass of the call; `number` says which backward of it."""
+        return PassLabel(self, direction, number)
+
+
+@dataclass(frozen=True)
+class PassLabel:
+    """One pass of a call."""
+
+    call: CallLabel
+    direction: Literal["forward", "backward"]
+    number: int
+
+    def round(self, what: Literal["rows", "gradients", "swap"], number: int) -> RoundLabel:
+        """The messages of one round."""
+        return RoundLabel(self, what, number)
+
+
+@dataclass(frozen=True)
+class RoundLabel(MessageLabel):
+    """One round of a pass: KV rows, gradients on their way to the owners, or rows for heads."""
+
+    pass_: PassLabel
+    what: Literal["rows", "gradients", "swap"]
     number: int
     """Of the round, from 0 on."""
 
     @property
     def is_forward(self) -> bool:
         """Whether the messages bring KV rows in a forward pass."""
-        return self.what == "forward"
+        return self.what == "rows" and self.pass_.direction == "forward"
 
     def __str__(self) -> str:
-        mask = f" under mask {self.mask!r}" if self.mask else ""
-        return f"round {self.number} of the {self.what} of attention{mask}"
+        names = {"rows": self.pass_.direction, "gradients": "gradients", "swap": "swap"}
+        return f"round {self.number} of the {names[self.what]} of {self.pass_.call.what}"
 
 
 CollectiveName = Literal["all_gather", "all_to_all", "all_reduce", "barrier", "compare"]

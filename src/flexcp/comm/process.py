@@ -29,18 +29,16 @@ class _InFlight:
     transport: ProcessTransport
     works: list[tuple[str, int, Any]]
     """"send" or "receive", the peer, and torch's handle."""
-    received: list[Tensor]
     kept: list[Tensor]
-    """What is being sent; must live until it is."""
+    """What is being sent and received; must live until it is."""
     label: MessageLabel
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> None:
         for what, peer, work in self.works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self.transport.lost(peer, what, self.label, error) from error
-        return self.received
 
 
 @dataclass(eq=False)
@@ -95,14 +93,10 @@ class ProcessTransport(PairwiseCollectives):
         """NCCL moves CUDA tensors only."""
         return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
 
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> _InFlight:
+    def exchange(self, sends: Sends, receives: Receives, *, label: MessageLabel) -> _InFlight:
         """Starts the transfers of a round, and returns at once."""
         kept = [x.detach().contiguous() for _, x in sends]
-        received = [
-            torch.empty(*shape, dtype=like.dtype, device=like.device) for _, shape in receives
-        ]
+        received = [x for _, x in receives]
         tag = tag_of(label)  # no message of another round matches (but NCCL knows no tags)
 
         def operation(verb: Any, x: Tensor, peer: int) -> dist.P2POp:
@@ -126,7 +120,7 @@ class ProcessTransport(PairwiseCollectives):
             named = [("exchange", ops[0][1], works[0])]
         else:
             named = [(what, peer, w) for (what, peer, _), w in zip(ops, works, strict=True)]
-        return _InFlight(self, named, received, kept, label)
+        return _InFlight(self, named, [*received, *kept], label)
 
     def lost(self, peer: int, what: str, label: MessageLabel, error: BaseException) -> FlexCPError:
         """The error for a peer that did not answer, maybe because another rank has stopped."""

@@ -186,14 +186,14 @@ class _SimulatedReceives:
     """Messages that were asked for."""
 
     transport: SimulatedTransport
-    receives: list[tuple[int, tuple[int, ...]]]
+    receives: Receives
     label: MessageLabel
-    like: Tensor
 
-    def wait(self) -> list[Tensor]:
-        return [self._take(source, shape) for source, shape in self.receives]
+    def wait(self) -> None:
+        for source, buffer in self.receives:
+            self._take(source, buffer)
 
-    def _take(self, source: int, shape: tuple[int, ...]) -> Tensor:
+    def _take(self, source: int, buffer: Tensor) -> None:
         world, rank = self.transport.world, self.transport.rank
         key = (source, rank, self.label)
         world.wait_until(
@@ -204,14 +204,14 @@ class _SimulatedReceives:
         found = world.mail[key].pop(0)
         if not world.mail[key]:
             del world.mail[key]
-        if tuple(found.shape) != shape or found.dtype != self.like.dtype:
+        if found.shape != buffer.shape or found.dtype != buffer.dtype:
             raise FlexCPError(
-                f"{self.like.dtype} of shape {shape} from rank {source} in {self.label}",
+                f"{buffer.dtype} of shape {tuple(buffer.shape)} from rank {source} in {self.label}",
                 f"{found.dtype} of shape {tuple(found.shape)}",
                 "make the same plan, with tensors of the same shape and type, on every rank",
             )
         world.bytes_received[rank] += found.numel() * found.element_size()
-        return found
+        buffer.copy_(found)
 
 
 @dataclass(eq=False)
@@ -229,13 +229,12 @@ class SimulatedTransport(PairwiseCollectives):
         return self.world.size
 
     def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
+        self, sends: Sends, receives: Receives, *, label: MessageLabel
     ) -> _SimulatedReceives:
         """Sends copies at once; what is received is fetched when it is waited for."""
         for target, x in sends:
             self._post(target, x, label)
-        wanted = [(source, tuple(shape)) for source, shape in receives]
-        return _SimulatedReceives(self, wanted, label, like)
+        return _SimulatedReceives(self, receives, label)
 
     def _post(self, target: int, x: Tensor, label: MessageLabel) -> None:
         if not 0 <= target < self.world_size or target == self.rank:

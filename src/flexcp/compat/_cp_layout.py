@@ -90,7 +90,7 @@ class CPGroup:
             *tensors: What is sharded; if it is what sharding gave, there is nothing to guess.
         """
         own = torch.tensor([rows], device=device)
-        counts = torch.cat(self.pairs.all_gather(own, [[1]] * self.size)).cpu()
+        counts = torch.cat(self.pairs.gather_parts(own, [[1]] * self.size)).cpu()
 
         def fitting(layouts: Iterable[Layout | None]) -> list[Layout]:
             return [x for x in layouts if x is not None and torch.equal(x.counts, counts)]

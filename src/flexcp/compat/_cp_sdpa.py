@@ -18,7 +18,6 @@ from flexcp.compat._cp_layout import CPGroup, PlanKey, group_of
 from flexcp.compat._cp_options import _cp_options, _RotateMethod
 from flexcp.compat._cp_transport import (
     CollectiveTransport,
-    GatheringTransport,
     backward_in_step,
 )
 from flexcp.compat.intercept import SDPA, Interception
@@ -230,5 +229,4 @@ def _plan(group: CPGroup, layout: Layout, q: Tensor, k: Tensor, is_causal: bool)
 def _transport(group: CPGroup, layout: Layout, method: _RotateMethod) -> Transport:
     if bool((layout.counts == 0).any()):
         return group.pairs
-    kind = CollectiveTransport if method is _RotateMethod.ALL_TO_ALL else GatheringTransport
-    return group.collectives.setdefault(method, kind(group.pairs))
+    return group.collectives.setdefault(method, CollectiveTransport(group.pairs))

@@ -28,18 +28,17 @@ class _CollectiveReceives:
 
     moving: Tensor
     sizes: list[int]
-    shapes: list[Sequence[int]]
+    buffers: list[Tensor | None]
     pairs: ProcessTransport
     label: MessageLabel
 
-    def wait(self) -> list[Tensor]:
-        """The received tensors, in the order of the receives."""
+    def wait(self) -> None:
+        """Puts what has come into its buffers."""
         with answered(self.pairs.group, self.label):
             whole = funcol.wait_tensor(self.moving)
-        parts = whole.split(self.sizes)
-        return [
-            part[: _elements(s)].view(*s) for part, s in zip(parts, self.shapes, strict=True) if s
-        ]
+        for part, buffer in zip(whole.split(self.sizes), self.buffers, strict=True):
+            if buffer is not None:
+                buffer.view(-1).copy_(part)
 
 
 @dataclass(eq=False)
@@ -60,32 +59,47 @@ class CollectiveTransport:
         """How many ranks."""
         return self.pairs.world_size
 
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> Pending:
+    def exchange(self, sends: Sends, receives: Receives, *, label: MessageLabel) -> Pending:
         """Starts the transfers of a round, and returns at once."""
         if not sends and not receives:
-            return self.pairs.exchange([], [], like=like, label=label)
+            return self.pairs.exchange([], [], label=label)
         to, came = dict(sends), dict(receives)
         everyone = range(self.world_size)
-        empty = like.new_empty(0)
+        empty = next(iter([*to.values(), *came.values()])).new_empty(0)
         whole = torch.cat([to[r].detach().reshape(-1) if r in to else empty for r in everyone])
         given = [to[r].numel() if r in to else 0 for r in everyone]
-        taken = [_elements(came[r]) if r in came else 0 for r in everyone]
+        taken = [came[r].numel() if r in came else 0 for r in everyone]
         with answered(self.pairs.group, label):
             moving = funcol.all_to_all_single(whole, taken, given, self.pairs.group)
-        shapes = [came.get(r, ()) for r in everyone]
-        return _CollectiveReceives(moving, taken, shapes, self.pairs, label)
+        buffers = [came.get(r) for r in everyone]
+        return _CollectiveReceives(moving, taken, buffers, self.pairs, label)
 
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank."""
-        return self.pairs.all_gather(x, shapes)
+    def all_gather(self, out: Tensor, x: Tensor, *, label: MessageLabel) -> Pending:
+        """Starts to gather the tensors of all ranks."""
+        with answered(self.pairs.group, label):
+            moving = funcol.all_gather_single(x.reshape(-1), 0, self.pairs.group)
+        return _CollectiveReceives(moving, [out.numel()], [out], self.pairs, label)
 
     def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """One tensor to each of `ranks`, one from each."""
-        return self.pairs.all_to_all(parts, shapes, ranks)
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        label: MessageLabel,
+    ) -> Pending:
+        """Starts to swap parts of flat tensors."""
+        if len(ranks) < self.world_size:
+            return self.pairs.all_to_all(out, x, takes, gives, ranks, label=label)
+        with answered(self.pairs.group, label):
+            moving = funcol.all_to_all_single(x, list(takes), list(gives), self.pairs.group)
+        return _CollectiveReceives(moving, [out.numel()], [out], self.pairs, label)
+
+    def gather_parts(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The tensors of all ranks, by rank."""
+        return self.pairs.gather_parts(x, shapes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, added up in order of rank."""
@@ -110,26 +124,6 @@ class CollectiveTransport:
     def barrier(self) -> None:
         """Returns once all ranks have come here."""
         self.pairs.barrier()
-
-
-@dataclass(eq=False)
-class GatheringTransport(CollectiveTransport):
-    """Rounds as all-to-alls, except that one in which everybody gets the same is an all-gather."""
-
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> Pending:
-        """Starts the transfers of a round, and returns at once."""
-        if not label.is_forward or not sends:
-            return super().exchange(sends, receives, like=like, label=label)
-        own = sends[0][1].detach().reshape(-1)
-        came = dict(receives)
-        most = max(own.numel(), *(_elements(shape) for shape in came.values()))
-        padded = torch.cat([own, own.new_zeros(most - own.numel())])
-        with answered(self.pairs.group, label):
-            moving = funcol.all_gather_single(padded, 0, self.pairs.group)
-        shapes = [came.get(r, ()) for r in range(self.world_size)]
-        return _CollectiveReceives(moving, [most] * self.world_size, shapes, self.pairs, label)
 
 
 def backward_in_step(out: Tensor, transport: CollectiveTransport) -> Tensor:
@@ -162,7 +156,3 @@ class _InStep(torch.autograd.Function):
                 "run the same backward passes in the same order on every rank",
             )
         return grad, None, None
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())

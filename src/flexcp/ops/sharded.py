@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Transport
+from flexcp.comm import CallLabel, PassLabel, Transport
 from flexcp.comm.agreement import Agreement
 from flexcp.errors import FlexCPError
 from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
@@ -20,8 +20,8 @@ from flexcp.ops.agreement import CallKind
 from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.executor import RoundKernel, run_backward, run_forward
 from flexcp.ops.interface import Gradients, OutputGradients, Saved
-from flexcp.ops.program import RankPrograms
-from flexcp.ops.rows import shape_of_rows
+from flexcp.ops.program import Direction, RankPrograms
+from flexcp.ops.rows import RowKind
 from flexcp.ops.swap import Swap
 from flexcp.plan import Plan
 
@@ -45,6 +45,10 @@ class ShardedAttention:
     programs: RankPrograms
     swap: Swap | None
     kernel: RoundKernel
+    calls: dict[Direction, Iterator[int]] = field(
+        default_factory=lambda: {"forward": count(), "backward": count()}
+    )
+    """Counts its passes."""
 
     name = "attention over a plan"
 
@@ -64,25 +68,35 @@ class ShardedAttention:
         """Whether backward uses the K and V that forward received."""
         return self.programs.schedule.keeps_kv
 
+    def _label(self, direction: Direction) -> PassLabel:
+        """The label of the next pass."""
+        what = f"attention{self.mask and f' under mask {self.mask!r}'}"
+        number = next(self.calls[direction])
+        return CallLabel(what, self.agreement.digest, number).passing(direction)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
         """This rank's rows of the output, once all ranks agree on what they compute."""
         self.transport.compare(self.agreement)
-        swap = self.swap
+        swap, labels = self.swap, self._label("forward")
         kernel_inputs = (q, k, v)
         if swap is not None:
-            kv = swap.own_keys(swap.to_heads(torch.cat([k, v], dim=-1), kv=True))
-            kernel_inputs = (swap.to_heads(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
+            moving = swap.to_heads(k, v, label=labels.round("swap", 0), kv=True)
+            moving_q = swap.to_heads(q, label=labels.round("swap", 1))
+            kv = swap.own_keys(moving.wait())
+            kernel_inputs = (moving_q.wait(), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
         with torch.autocast(q.device.type, enabled=False):
             part, part_lse, kept = run_forward(
-                self.programs.forward, self.transport, self.kernel, *kernel_inputs, self.mask
+                self.programs.forward, self.transport, self.kernel, *kernel_inputs, labels
             )
-        extras = tuple(kept) if self.keeps_kv else ()
+        extras = () if kept is None else (kept,)
         if swap is None:
             out, lse = part, part_lse
             if sinks is not None:
                 out, lse = add_sinks(out, lse, sinks)
             return Saved(q, k, v, sinks, out.to(q.dtype), lse, extras)
-        out, lse = swap.to_rows(part.to(q.dtype)).to(part.dtype), swap.to_rows(part_lse)
+        moving_out = swap.to_rows(part.to(q.dtype), label=labels.round("swap", 2))
+        moving_lse = swap.to_rows(part_lse.unsqueeze(-1), label=labels.round("swap", 3))
+        out, lse = moving_out.wait().to(part.dtype), moving_lse.wait().squeeze(-1)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
             own = swap.heads[swap.place].q
@@ -92,7 +106,7 @@ class ShardedAttention:
 
     def backward(self, saved: Saved, grads: OutputGradients) -> Gradients:
         """Gradients of this rank's own rows, from those of its output."""
-        swap, dtype = self.swap, saved.q.dtype
+        swap, dtype, labels = self.swap, saved.q.dtype, self._label("backward")
         grad_sinks = None
         if saved.sinks is not None:
             grad_sinks = sinks_gradient(saved.sinks, grads.out, grads.lse, saved.out, saved.lse)
@@ -101,8 +115,12 @@ class ShardedAttention:
             q, k, v, out, lse = saved.extras[:_SWAP_EXTRAS]
             kept = saved.extras[_SWAP_EXTRAS:]
             saved = Saved(q, k, v, None, out, lse)
-            grad_lse = None if grads.lse is None else swap.to_heads(grads.lse)
-            grads = OutputGradients(swap.to_heads(grads.out), grad_lse)
+            moving = swap.to_heads(grads.out, label=labels.round("swap", 0))
+            grad_lse = None
+            if grads.lse is not None:
+                moving_lse = swap.to_heads(grads.lse.unsqueeze(-1), label=labels.round("swap", 1))
+                grad_lse = moving_lse.wait().squeeze(-1)
+            grads = OutputGradients(moving.wait(), grad_lse)
         with torch.autocast(saved.q.device.type, enabled=False):
             grad_q, grad_k, grad_v, captured = run_backward(
                 self.programs.backward,
@@ -110,36 +128,32 @@ class ShardedAttention:
                 self.kernel,
                 saved,
                 grads,
-                kept if self.keeps_kv else None,
-                self.mask,
+                kept[0] if self.keeps_kv else None,
+                labels,
             )
         if swap is not None:
-            own = len(swap.heads[swap.place].kv)
-            both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1), own)
-            both, d = swap.to_rows(both.to(dtype), kv=True), saved.k.shape[3]
-            grad_k, grad_v = both[..., :d], both[..., d:]
-            grad_q = swap.to_rows(grad_q.to(dtype))
+            both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1)).to(dtype)
+            moving_kv = swap.to_rows(both, label=labels.round("swap", 2), kv=True)
+            moving_q = swap.to_rows(grad_q.to(dtype), label=labels.round("swap", 3))
+            both, d = moving_kv.wait(), saved.k.shape[3]
+            grad_k, grad_v, grad_q = both[..., :d], both[..., d:], moving_q.wait()
         grad_q, grad_k, grad_v = (x.to(dtype) for x in (grad_q, grad_k, grad_v))
         return Gradients(grad_q, grad_k, grad_v, grad_sinks, captured)
 
     def pack(self, saved: Saved) -> list[Tensor]:
-        """What was swapped, then all kept rows in one tensor, however many rounds there were."""
+        """What was swapped, then all kept rows, flat."""
         swapped = 0 if self.swap is None else _SWAP_EXTRAS
-        kept = [x.flatten() for x in saved.extras[swapped:]]
-        rows = torch.cat(kept) if kept else saved.q.new_empty(0)
+        rows = saved.extras[swapped].flatten() if self.keeps_kv else saved.q.new_empty(0)
         return [*(_in_own_memory(x) for x in saved.extras[:swapped]), rows]
 
     def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
-        """What was swapped, then the kept rows of each round."""
+        """What was swapped, then the kept rows."""
         *swapped, rows = packed
         if not self.keeps_kv:
             return tuple(swapped)
         _, k, v = swapped[:3] if swapped else (saved.q, saved.k, saved.v)
-        program = self.programs.forward
-        counts = [sum(m.rows for m in round_.receives) for round_ in program.rounds]
-        shapes = [shape_of_rows(k, v, n, program.by_element) for n in counts]
-        parts = rows.split([prod(shape) for shape in shapes])
-        return *swapped, *(x.view(s) for x, s in zip(parts, shapes, strict=True))
+        kind = RowKind.of(k, v, self.programs.forward.by_element)
+        return *swapped, rows.view(-1, *kind.shape)
 
 
 def _in_own_memory(x: Tensor) -> Tensor:
