@@ -75,7 +75,7 @@ class RoundLabel(MessageLabel):
         return self.what == "rows" and self.pass_.direction == "forward"
 
     def __str__(self) -> str:
-        names = {"rows": self.pass_.direction, "gradients": "gradients", "swap": "swap"}
+        names = {"rows": self.pass_.direction, "gradients": "gradients", "swap": "all_to_all"}
         return f"round {self.number} of the {names[self.what]} of {self.pass_.call.what}"
 
 

@@ -54,39 +54,42 @@ class PassWorkspace:
 
     kind: RowKind
     program: RankProgram
-    own: Tensor
-    """Room for own rows."""
+    own: Tensor | None
+    """Room for own rows; None if K and V come as rows."""
     arriving: Tensor | None
     """Room for rows that arrive; None if they are kept, and new in each pass."""
     staged: Tensor
     """Room for what is gathered to be sent."""
     gathered: Tensor
     """Room for what is gathered to be computed against."""
-    nbytes: int
-    """What all of it takes."""
     rounds: tuple[BoundRound, ...]
     """All rounds on this memory; none if some of it is new in each pass."""
     gradients: BoundGradients | None
+    is_small: bool
+    """Whether it may be kept between passes."""
 
     @classmethod
     def of(cls, program: RankProgram, kind: RowKind) -> PassWorkspace:
         """Memory for a program, on the device of the rows."""
         program = program.on(kind.device)
+        own = arriving = None
+        rounds: tuple[BoundRound, ...] = ()
         with outside_of_inference_mode():
-            own = kind.empty(program.sent_rows)
-            if program.sent_rows > program.own_rows:
-                own[program.own_rows :].zero_()
-            arriving = None if program.keeps else kind.empty(program.arriving_rows)
             staged, gathered = (kind.empty(n) for n in (program.staged_rows, program.gathered_rows))
+            if not program.keeps:
+                arriving = kind.empty(program.arriving_rows)
             if arriving is not None and program.own_arrive:
                 own = arriving[: program.own_rows]
-            rounds: tuple[BoundRound, ...] = ()
-            if arriving is not None:
+            elif not program.own_is_given:
+                own = kind.empty(program.sent_rows)
+                own[program.own_rows :].zero_()  # padding that is sent
+            if own is not None and arriving is not None:
                 rounds = bound_rounds(program, kind, own, arriving, staged, gathered)
             gradients = bound_gradients(program, kind)
-            parts = [own, staged, gathered, *(() if arriving is None else (arriving,))]
-            nbytes = sum(x.nbytes for x in parts) + (gradients.nbytes if gradients else 0)
-            return cls(kind, program, own, arriving, staged, gathered, nbytes, rounds, gradients)
+        nbytes = sum(x.nbytes for x in (own, arriving, staged, gathered) if x is not None)
+        nbytes += 0 if gradients is None else gradients.nbytes
+        is_small = nbytes <= _MOST_TIMES_OWN * kind.nbytes(program.own_rows)
+        return cls(kind, program, own, arriving, staged, gathered, rounds, gradients, is_small)
 
     def rounds_of(
         self, k: Tensor, v: Tensor, kept: Tensor | None
@@ -95,19 +98,18 @@ class PassWorkspace:
 
         `kept` are those of a former pass, if it kept them.
         """
-        program, kind = self.program, self.kind
-        arriving, own = self.arriving, self.own
+        program, kind, own, arriving = self.program, self.kind, self.own, self.arriving
         if arriving is None:
             arriving = kind.empty(program.arriving_rows) if kept is None else kept
             if program.own_arrive:
                 own = arriving[: program.own_rows]
-        found = None
-        if not program.own_arrive and program.sent_rows == program.own_rows:
-            found = kind.found_in(k, v)
-        if found is not None:
-            own = found
-        elif kept is None or not program.own_arrive:
-            kind.fill(own[: program.own_rows], k, v)
+        given = kind.found_in(k, v) if program.own_is_given else None
+        if given is not None:
+            own = given
+        else:
+            own = kind.empty(program.own_rows) if own is None else own
+            if program.own_is_read:
+                kind.fill(own, k, v)
         if own is self.own and arriving is self.arriving:
             return self.rounds, arriving
         return bound_rounds(program, kind, own, arriving, self.staged, self.gathered), arriving
@@ -126,10 +128,8 @@ def take_workspace(program: RankProgram, k: Tensor, v: Tensor) -> PassWorkspace:
 
 def give_workspace(program: RankProgram, space: PassWorkspace) -> None:
     """Takes it back; not if the pass has failed: something may still arrive in it."""
-    if type(space.own) is not Tensor:  # nothing that a FakeTensorMode made outlives it
-        return
-    if space.nbytes > _MOST_TIMES_OWN * space.own.nbytes:
-        return
+    if not space.is_small or type(space.staged) is not Tensor:
+        return  # nothing that a FakeTensorMode made outlives it
     with program.lock:
         free = program.free.setdefault(space.kind, [])
         if len(free) < _MOST_FREE:

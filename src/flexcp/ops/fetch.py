@@ -7,9 +7,7 @@ computed while they travel: outside of torch.compile neither is so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,17 +39,12 @@ class Fetch:
     """int64 [rows] Which rows of the sequence they are then."""
     rows_of_round: tuple[Tensor, ...]
     """int64 Which of them each round of the backward program speaks of."""
-    calls: dict[Direction, Iterator[int]] = field(
-        default_factory=lambda: {"forward": count(), "backward": count()}
-    )
-    """Counts its passes."""
 
-    def label(self, direction: Direction, mask: str) -> PassLabel:
-        """The label of the next pass."""
-        call = CallLabel(
-            f"attention{mask and f' under mask {mask!r}'}", b"", next(self.calls[direction])
-        )
-        return call.passing(direction)
+
+def _label(direction: Direction, mask: str) -> PassLabel:
+    """The label of a pass."""
+    what = f"attention{mask and f' under mask {mask!r}'}"
+    return CallLabel(what, b"", 0).passing(direction)
 
 
 def fetch_of(plan: Plan, mask: str) -> Fetch:
@@ -116,7 +109,7 @@ def fetch_rows(
     own, arriving = whole.split([program.own_rows, program.arriving_rows])
     kind.fill(own, k, v)
     bound = bound_rounds(space.program, kind, own, arriving, space.staged, space.gathered)
-    for _ in fetched(bound, op.transport, fetch.label("forward", mask)):
+    for _ in fetched(bound, op.transport, _label("forward", mask)):
         pass
     give_workspace(program, space)
     return whole.index_select(0, fetch.order.to(whole.device))
@@ -146,11 +139,11 @@ def _return_rows(
     plan = owner_of(handle)
     assert isinstance(plan, Plan)
     fetch, transport = fetch_of(plan, mask), plan.transport
-    space = take_workspace(fetch.backward, k, v)
-    returns = GradientReturns(space.gradients, transport, fetch.label("backward", mask))
+    space, d = take_workspace(fetch.backward, k, v), k.shape[3]
+    returns = GradientReturns(space.gradients, transport, _label("backward", mask))
     for number, rows in enumerate(fetch.rows_of_round):
         piece = gradient.index_select(0, rows.to(gradient.device))
-        returns.add_round(number, [(piece,)] if len(rows) else [])
+        returns.add_round(number, [(piece[..., :d], piece[..., d:])] if len(rows) else [])
     grad_k, grad_v = space.kind.as_tokens(returns.finish())
     give_workspace(fetch.backward, space)
     return grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()

@@ -96,6 +96,7 @@ class GradientProgram:
 
 def gradient_program(
     schedule: Schedule,
+    rank: int,
     steps: Sequence[Step],
     own: Tensor,
     work: Sequence[Sequence[tuple[int, int]]],
@@ -104,12 +105,17 @@ def gradient_program(
 
     Args:
         schedule: What is run.
+        rank: Whose part.
         steps: The rank's part of its backward pass.
         own: int64 The rank's own rows.
         work: The first row, and how many, of each round's pieces, in rows of its work.
     """
-    sums = _Sums(schedule.layout.rows, own, steps)
+    sent = [_nonempty(step.returns_out) for step in steps]
     came = [_nonempty(step.returns_in) for step in steps]
+    if schedule.gathers_all:  # one all-to-all, in which a rank has a part for itself
+        for table in (sent, came):
+            table[0] = sorted([*table[0], (rank, own.sort().values)], key=lambda x: x[0])
+    sums = _Sums(schedule.layout.rows, own, sent)
     pieces: list[list[Tensor]] = []
     returned: list[list[Tensor]] = []
     for i in reversed(range(len(steps))):
@@ -122,7 +128,7 @@ def gradient_program(
         sums.note(2 * i + 1, returned[i])
     sums.arrange()
     rounds = []
-    for i, step in enumerate(steps):
+    for i in range(len(steps)):
         adds = [sums.add(torch.arange(at.numel()), at) for at in pieces[i]]
         unsent = sums.unwritten(sums.message_places(i))
         alike = _alike(returned[i])
@@ -132,7 +138,7 @@ def gradient_program(
                 tuple(adds),
                 unsent,
                 sums.messages(i),
-                _side_by_side((peer, rows.numel()) for peer, rows in _nonempty(step.returns_in)),
+                _side_by_side((peer, rows.numel()) for peer, rows in came[i]),
                 alike,
                 tuple(sums.add(source, at) for source, at in parts),
             )
@@ -144,16 +150,18 @@ def gradient_program(
 class _Sums:
     """Who has which place of the sums, when; and what has been written."""
 
-    def __init__(self, rows: int, own: Tensor, steps: Sequence[Step]) -> None:
+    def __init__(
+        self, rows: int, own: Tensor, messages: Sequence[Sequence[tuple[int, Tensor]]]
+    ) -> None:
         self._own = own.numel()
         self.place = torch.full((rows,), -1)
         """int64 [rows] Where each gradient goes: numbers, to which `arrange` gives places."""
         self.place[own] = torch.arange(self._own)
-        self._messages = [_nonempty(step.returns_out) for step in steps]
+        self._messages = messages
         counts = [sum(rows.numel() for _, rows in messages) for messages in self._messages]
         starts = torch.tensor([self._own, *counts]).cumsum(0).tolist()
         self._starts, total = starts[:-1], starts[-1]
-        self._born = [2 * i for i in range(len(steps))]
+        self._born = [2 * i for i in range(len(messages))]
         self._round_of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
         self._counts = counts
         self._at = torch.arange(total)

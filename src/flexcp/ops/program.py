@@ -82,6 +82,10 @@ class RankProgram:
     """Room for its own rows; more than there are if all ranks' parts are padded to the longest."""
     arriving_rows: int
     """Room for rows that arrive, in which a place serves several rounds."""
+    own_is_given: bool
+    """Whether K and V come as rows, as after a swap: then no room is kept for own rows."""
+    own_is_read: bool
+    """Whether own rows are needed, beside those that arrive or were kept."""
     own_arrive: bool
     """Whether own rows are put first among those that arrive, since they are read together."""
     keeps: bool
@@ -183,7 +187,8 @@ def rank_program(
     rounds = [Round(*memory.transfers(i), memory.keys(i), found) for i, found in enumerate(work)]
     gradients = None
     if direction == "backward":
-        gradients = gradient_program(schedule, steps, own, pieces)
+        gradients = gradient_program(schedule, rank, steps, own, pieces)
+    by_element = schedule.groups.batch_elements > 1
     padded = schedule.longest_part if schedule.gathers_all else own.numel()
     return RankProgram(
         tuple(rounds),
@@ -191,9 +196,12 @@ def rank_program(
         own.numel(),
         padded,
         memory.rows,
+        schedule.heads_group_size > 1 and not (memory.own_arrive or by_element),
+        (memory.own_is_read and not (kept and memory.own_arrive))
+        or (schedule.gathers_all and not kept),
         memory.own_arrive,
         schedule.keeps_kv,
-        schedule.groups.batch_elements > 1,
+        by_element,
         gradients,
     )
 
@@ -228,6 +236,7 @@ class _Memory:
         self.own_arrive = any(
             bool((held[0] == 0).any()) and bool((held[0] > 0).any()) for held in self._used()
         )
+        self.own_is_read = any(bool((held[0] == 0).any()) for held in self._used())
         sizes = [x.numel() for x in buffers]
         until = [len(steps) + 2 if keeps else i + 1 for i in range(len(buffers))]
         for i in range(len(steps)):

@@ -28,6 +28,8 @@ class BoundAdd:
     """The sums, or those of its rows that are added to."""
     index: Tensor | None
     """Which of its rows, if they don't stand side by side."""
+    halves: tuple[Tensor, Tensor]
+    """The target's part of K, and of V."""
     writes: bool
     clears: tuple[Tensor, Tensor | None] | None
     """A tensor to be set to 0, or some of its rows."""
@@ -48,11 +50,6 @@ class BoundReturns:
     sum_alike: tuple[Tensor, Tensor] | None
     """What peers returned, by peer, and where its sum goes first."""
     returned: tuple[BoundAdd, ...]
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything is sent or received."""
-        return bool(self.sends or self.receives)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,24 +90,22 @@ def bound_gradients(
             return sums, places.index
         return sums.narrow(0, places.first, places.rows), None
 
+    def bound_add(add: Add, piece: Tensor | None, source: Tensor | None) -> BoundAdd:
+        target, index = sums, add.target.index
+        if index is None:
+            target = sums.narrow(0, add.target.first, add.target.rows)
+        halves = (target[..., : kind.d], target[..., kind.d :])
+        return BoundAdd(piece, source, target, index, halves, add.writes, cleared(add.clears))
+
     def bound_work(add: Add) -> BoundAdd:
-        target, clears = add.target, cleared(add.clears)
-        if target.index is None:
-            whole = sums.narrow(0, target.first, target.rows)
-            return BoundAdd(None, None, whole, None, add.writes, clears)
-        part = piece.narrow(0, 0, target.rows)
-        return BoundAdd(part, None, sums, target.index, add.writes, clears)
+        goes_straight = add.target.index is None
+        return bound_add(add, None if goes_straight else piece[: add.target.rows], None)
 
     def bound_returned(add: Add, given: Tensor) -> BoundAdd:
-        source, target, clears = add.source, add.target, cleared(add.clears)
+        source = add.source
         if source.index is None:
-            given, index = given.narrow(0, source.first, source.rows), None
-        else:
-            index = source.index
-        if target.index is None:
-            whole = sums.narrow(0, target.first, target.rows)
-            return BoundAdd(given, index, whole, None, add.writes, clears)
-        return BoundAdd(given, index, sums, target.index, add.writes, clears)
+            given = given.narrow(0, source.first, source.rows)
+        return bound_add(add, given, source.index)
 
     bound = []
     for round_ in rounds:
@@ -119,9 +114,8 @@ def bound_gradients(
         if not sends_sums:
             casts = (sent, cast.narrow(0, 0, round_.sent.rows)) if round_.sent.rows else None
             sent = cast.narrow(0, 0, round_.sent.rows)
-        begin = round_.sent.first
-        sends = tuple((p, sent.narrow(0, x.first - begin, x.rows)) for p, x in round_.sends)
-        receives = tuple((p, came.narrow(0, x.first, x.rows)) for p, x in round_.receives)
+        sends: Messages = ()
+        receives: Messages = ()
         all_to_all = None
         if gradients.all_to_all:
             takes, gives = [0] * program.ranks, [0] * program.ranks
@@ -131,6 +125,10 @@ def bound_gradients(
                 gives[p] = x.rows * width
             whole = came.narrow(0, 0, round_.came)
             all_to_all = (whole.view(-1), sent.view(-1), tuple(takes), tuple(gives))
+        else:
+            begin = round_.sent.first
+            sends = tuple((p, sent.narrow(0, x.first - begin, x.rows)) for p, x in round_.sends)
+            receives = tuple((p, came.narrow(0, x.first, x.rows)) for p, x in round_.receives)
         sum_alike, given = None, came
         if round_.alike:
             rows = round_.came // round_.alike
@@ -176,18 +174,18 @@ class GradientReturns:
         for add, parts in zip(round_.work, pieces, strict=True):
             _add_parts(add, parts)
         _clear(round_.clears)
-        if not (round_.sends or round_.receives):
-            return
         if round_.cast is not None:
             sums, sent = round_.cast
             sent.copy_(sums)
-        label = self._labels.round("gradients", number)
         if round_.all_to_all is not None:
             out, x, takes, gives = round_.all_to_all
-            ranks = range(len(takes))
+            label, ranks = self._labels.round("gradients", number), range(len(takes))
             pending = self._transport.all_to_all(out, x, takes, gives, ranks, label=label)
-        else:
+        elif round_.sends or round_.receives:
+            label = self._labels.round("gradients", number)
             pending = self._transport.exchange(round_.sends, round_.receives, label=label)
+        else:
+            return
         self._pending = (round_, pending)
 
     def finish(self) -> Tensor:
@@ -218,11 +216,8 @@ def _add_parts(add: BoundAdd, parts: tuple[Tensor, ...]) -> None:
     """Adds what a kernel has found."""
     if add.index is None and not add.writes:
         _clear(add.clears)
-        at = 0
-        for part in parts:
-            width = part.shape[-1]
-            add.target.narrow(-1, at, width).add_(part)
-            at += width
+        for target, part in zip(add.halves, parts, strict=True):
+            target.add_(part)
         return
     target = add.target if add.piece is None else add.piece
     torch.cat(parts, -1, out=target)

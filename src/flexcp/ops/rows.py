@@ -9,6 +9,7 @@ views of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ class RowKind:
         """Room for some rows."""
         return torch.empty((rows, *self.shape), dtype=dtype or self.dtype, device=self.device)
 
+    def nbytes(self, rows: int) -> int:
+        """Bytes that some rows take."""
+        return rows * prod(self.shape) * self.dtype.itemsize
+
     def for_kernel(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """K [B, G, n, D] and V [B, G, n, Dv], as views."""
         both = rows.permute(1, 0, 2)[None] if self.by_element else rows.permute(1, 2, 0, 3)
@@ -76,7 +81,9 @@ class RowKind:
         return both[..., : self.d], both[..., self.d :]
 
     def fill(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Makes rows of K [B, G, L, D] and V [B, G, L, Dv], in one copy."""
+        """Puts K [B, G, L, D] and V [B, G, L, Dv] into the first rows, in one copy."""
+        if rows.shape[0] > k.shape[2] * (k.shape[0] if self.by_element else 1):
+            rows = rows[: k.shape[2] * (k.shape[0] if self.by_element else 1)]
         order = (0, 2, 1, 3) if self.by_element else (2, 0, 1, 3)
         if self.by_element:
             rows = rows.view(k.shape[0], k.shape[2], *rows.shape[1:])
@@ -113,11 +120,6 @@ class BoundRound:
     """What has to be put side by side to be computed against."""
     work: tuple[tuple[int | None, Tensor, Tensor, CompiledShapes], ...]
     """Batch element, K, V, and what to compute against them."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything is sent or received."""
-        return bool(self.sends or self.receives) or self.all_gather is not None
 
 
 def bound_rounds(

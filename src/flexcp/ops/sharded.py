@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,10 +44,6 @@ class ShardedAttention:
     programs: RankPrograms
     swap: Swap | None
     kernel: RoundKernel
-    calls: dict[Direction, Iterator[int]] = field(
-        default_factory=lambda: {"forward": count(), "backward": count()}
-    )
-    """Counts its passes."""
 
     name = "attention over a plan"
 
@@ -69,10 +64,9 @@ class ShardedAttention:
         return self.programs.schedule.keeps_kv
 
     def _label(self, direction: Direction) -> PassLabel:
-        """The label of the next pass."""
+        """The label of a pass."""
         what = f"attention{self.mask and f' under mask {self.mask!r}'}"
-        number = next(self.calls[direction])
-        return CallLabel(what, self.agreement.digest, number).passing(direction)
+        return CallLabel(what, b"", 0).passing(direction)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
         """This rank's rows of the output, once all ranks agree on what they compute."""
