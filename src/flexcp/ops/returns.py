@@ -48,7 +48,7 @@ class BoundReturns:
     all_to_all: tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]] | None
     """Flat tensors for all that comes and goes, and elements from and to each rank, instead."""
     sum_alike: tuple[Tensor, Tensor] | None
-    """What peers returned, by peer, and where its sum goes first."""
+    """What peers returned, by peer, and where its sum goes; straight to its place, if it can."""
     returned: tuple[BoundAdd, ...]
 
 
@@ -129,10 +129,13 @@ def bound_gradients(
             begin = round_.sent.first
             sends = tuple((p, sent.narrow(0, x.first - begin, x.rows)) for p, x in round_.sends)
             receives = tuple((p, came.narrow(0, x.first, x.rows)) for p, x in round_.receives)
-        sum_alike, given = None, came
+        sum_alike, given, returned = None, came, round_.returned
         if round_.alike:
             rows = round_.came // round_.alike
             given = alike.narrow(0, 0, rows)
+            (add,) = round_.returned  # each row once
+            if add.writes and add.target.index is None:
+                given, returned = sums.narrow(0, add.target.first, rows), ()
             sum_alike = (came.narrow(0, 0, round_.came).unflatten(0, (round_.alike, rows)), given)
         bound.append(
             BoundReturns(
@@ -143,7 +146,7 @@ def bound_gradients(
                 receives,
                 all_to_all,
                 sum_alike,
-                tuple(bound_returned(add, given) for add in round_.returned),
+                tuple(bound_returned(add, given) for add in returned),
             )
         )
     own = sums.narrow(0, 0, program.own_rows)
