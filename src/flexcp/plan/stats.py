@@ -43,7 +43,8 @@ class Stats(Mapping[str, Any]):
     tokens_received_per_rank: tuple[int, ...]
     """Rows of K and V that arrive in forward."""
     bytes_received_per_rank: tuple[int, ...]
-    """Everything that arrives in forward: K and V, and with heads split also Q, output and lse."""
+    """Everything that arrives in forward: K and V, and with heads split also Q, output and lse.
+    (Not the padding of an all-gather of uneven parts.)"""
     backward_bytes_received_per_rank: tuple[int, ...]
     """Everything that arrives in backward."""
     bytes_held_per_rank: tuple[int, ...]
