@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,41 +74,52 @@ class Traffic:
 
     waited: float = 0.0
     received: int = 0
-    rounds: list[tuple[list[Any], list[Any], str]] = field(default_factory=list)
+    again: list[Callable[[], Any]] = field(default_factory=list)
+    """Starts each of the transfers once more, on other memory."""
 
 
 class Watch:
-    """Notes every exchange of a plan's transport, and can run the same transfers alone."""
+    """Notes every transfer of a plan's transport, and can run the same transfers alone."""
 
     def __init__(self, plan: flexcp.Plan) -> None:
         self.transport: Any = plan.ranks.transport
-        self._exchange = self.transport.exchange
         self.seen = Traffic()
-        vars(self.transport)["exchange"] = self._watched
+        for name in ("exchange", "all_gather", "all_to_all"):
+            start = getattr(self.transport, name)
+            vars(self.transport)[name] = partial(getattr(self, f"_{name}"), start)
 
     def reset(self) -> None:
         self.seen = Traffic()
 
-    def _watched(self, sends: Any, receives: Any, *, like: Tensor, label: str) -> Any:
-        pending = self._exchange(sends, receives, like=like, label=label)
-        seen = self.seen
-        size = like.element_size()
-        seen.received += sum(size * torch.Size(shape).numel() for _, shape in receives)
-        shapes = [(peer, tuple(x.shape), x.dtype) for peer, x in sends]
-        seen.rounds.append((shapes, [(p, tuple(s)) for p, s in receives], label))
-        return _Watched(pending, seen)
+    def _exchange(self, start: Any, sends: Any, receives: Any, *, label: Any) -> Any:
+        received = sum(x.nbytes for _, x in receives)
+        copies = [[(peer, torch.zeros_like(x)) for peer, x in xs] for xs in (sends, receives)]
+        again = partial(start, *copies, label=label)
+        return self._noted(start(sends, receives, label=label), received, again)
+
+    def _all_gather(self, start: Any, out: Tensor, x: Tensor, *, label: Any) -> Any:
+        again = partial(start, torch.zeros_like(out), torch.zeros_like(x), label=label)
+        return self._noted(start(out, x, label=label), out.nbytes - x.nbytes, again)
+
+    def _all_to_all(
+        self, start: Any, out: Tensor, x: Tensor, takes: Any, gives: Any, ranks: Any, *, label: Any
+    ) -> Any:
+        rest = (takes, gives, ranks)
+        own = takes[list(ranks).index(self.transport.rank)] * out.element_size()
+        again = partial(start, torch.zeros_like(out), torch.zeros_like(x), *rest, label=label)
+        return self._noted(start(out, x, *rest, label=label), out.nbytes - own, again)
+
+    def _noted(self, pending: Any, received: int, again: Callable[[], Any]) -> Any:
+        self.seen.received += received
+        self.seen.again.append(again)
+        return _Watched(pending, self.seen)
 
     def alone(self) -> float:
         """Seconds of the same transfers without any compute."""
-        prepared = [
-            ([(p, torch.zeros(s, dtype=d)) for p, s, d in sends], receives, label)
-            for sends, receives, label in self.seen.rounds
-        ]
         dist.barrier()
         begin = time.perf_counter()
-        for sends, receives, label in prepared:
-            like = sends[0][1] if sends else torch.zeros(1)
-            self._exchange(sends, receives, like=like, label=label).wait()
+        for again in self.seen.again:
+            again().wait()
         return time.perf_counter() - begin
 
 
@@ -116,11 +128,10 @@ class _Watched:
     pending: Any
     seen: Traffic
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> None:
         begin = time.perf_counter()
-        found: list[Tensor] = self.pending.wait()
+        self.pending.wait()
         self.seen.waited += time.perf_counter() - begin
-        return found
 
 
 @dataclass

@@ -43,7 +43,7 @@ HEADS, DIM, ROWS = 4, 32, 64
 SCHEDULES = ("ring", "exchange", "allgather")
 PARTS = {
     "agreement": ("/comm/", ("compare",)),
-    "copies": ("/ops/rows.py", ("gather_rows", "joined")),
+    "copies": ("/ops/rows.py", ("fill",)),
     "exchange": ("/comm/process.py", ("exchange", "wait")),
 }
 """Which functions called by flexcp/ops make up a part of the forward pass: file and names."""

@@ -4,6 +4,8 @@ import os
 
 # Before torch loads: some CPUs advertise bfloat16 matrix units that trap.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# Before Triton loads: its kernels run on CPU tensors, in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Iterator
 
@@ -38,3 +40,10 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 def same_random_numbers() -> None:
     """Every test starts from the same seed."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def loaded_compiler() -> None:
+    """Compiles something in this process: each rank that is forked would load all of it anew."""
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: x.sin(), backend="aot_eager")(x).sum().backward()

@@ -35,6 +35,10 @@ OUTSIDE = {  # who may import what beyond torch
     "testing/strategies.py": {"hypothesis"},
     "tools": {"typer", "rich", "transformers"},
     "integrations": {"transformers", "accelerate"},
+    "kernels/triton/tile_steps.py": {"triton"},  # the kernels themselves; loaded by the first call
+    "kernels/triton/forward.py": {"triton"},
+    "kernels/triton/backward.py": {"triton"},
+    "kernels/triton/compile.py": {"triton"},
 }
 
 
@@ -73,6 +77,12 @@ def test_tools_are_loaded_by_those_who_use_them():
 
 def test_using_every_name_starts_no_compiler():
     assert not seen_after("from flexcp import *", "torch._dynamo")
+
+
+def test_neither_using_every_name_nor_a_call_on_the_cpu_loads_triton():
+    code = "import torch, flexcp; from flexcp import *; x = torch.ones(1, 1, 4, 4); "
+    call = "flexcp.flex_attention(x, x, x, block_mask=flexcp.masks.causal())"
+    assert not seen_after(code + call, "triton")
 
 
 def test_every_public_name_is_there():

@@ -14,6 +14,9 @@ class FlexCPError(ValueError):
     flexcp.errors.FlexCPError: expected a block size of at least 1, got 0; pass block_size=128
     """
 
+    is_of_peer = False
+    """Whether another rank is the reason: the others know of it, or will find out by themselves."""
+
     def __init__(self, expected: str, got: str, fix: str) -> None:
         super().__init__(f"expected {expected}, got {got}; {fix}")
         self.expected = expected
@@ -22,6 +25,17 @@ class FlexCPError(ValueError):
 
     def __reduce__(self) -> tuple[type[FlexCPError], tuple[str, str, str]]:
         return type(self), (self.expected, self.got, self.fix)
+
+
+def peer_error(expected: str, got: str, fix: str) -> FlexCPError:
+    """The error for what can't be done because of what another rank did or did not do.
+
+    >>> peer_error("rank 1 to send", "nothing", "look at its output").is_of_peer
+    True
+    """
+    error = FlexCPError(expected, got, fix)
+    error.is_of_peer = True
+    return error
 
 
 def whole_number(name: str, value: object, *, at_least: int, fix: str) -> int:

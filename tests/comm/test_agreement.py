@@ -9,7 +9,7 @@ from flexcp.comm.agreement import Agreement
 def agree_on(facts_by_rank):
     def rank(mesh):
         facts = facts_by_rank[mesh.get_rank()]
-        mesh.transport.compare(Agreement("do the same", facts, "fix it"))
+        mesh.transport.calls.begin(Agreement("do the same", "a step", facts, "fix it"))
 
     testing.simulate(rank, len(facts_by_rank))
 

@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_while_it_computes_makes_the_others_raise(schedule
         testing.spawn(lambda mesh: run(mesh, schedule, die, when, nth), 3, timeout=20)
     others = {r: str(e) for r, e in caught.value.failures.items() if r != 1}
     assert sorted(others) == [0, 2]
-    where = "all_to_all" if schedule == "ulysses" else ROUND[when]
+    where = "all-to-all" if schedule == "ulysses" else ROUND[when]
     for text in others.values():
         assert "no answer on rank" in text
         assert re.search(where, text), text
@@ -95,7 +95,7 @@ def test_after_a_rank_has_raised_all_get_an_error_and_can_destroy_their_process_
         torch.distributed.destroy_process_group()
         return told
 
-    first, raised, last = testing.spawn(rank, 3, timeout=5)
+    first, raised, last = testing.spawn(rank, 3, timeout=3)
     assert raised == "ValueError: a rank's own mistake"
     for told in (first, last):
         assert told.startswith("FlexCPError")

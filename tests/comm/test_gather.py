@@ -3,6 +3,7 @@
 import torch
 
 from flexcp import testing
+from flexcp.comm.agreement import Agreement
 from flexcp.comm.gather import gather_shards
 
 COUNTS = [2, 0, 3]
@@ -12,7 +13,8 @@ def test_every_rank_gets_all_parts_and_its_own_gradient():
     def rank(mesh):
         own = mesh.get_rank()
         x = torch.full((4, COUNTS[own]), float(own), requires_grad=True)
-        parts = gather_shards(x, 1, COUNTS, mesh.transport)
+        call = mesh.transport.calls.begin(Agreement("gather", "a gathering", {}, ""))
+        parts = gather_shards(x, 1, COUNTS, mesh.transport, call)
         torch.cat(parts, dim=1).mul(own + 1).sum().backward()
         return [part.detach() for part in parts], x.grad
 

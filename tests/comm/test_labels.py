@@ -4,65 +4,69 @@ import pickle
 
 import pytest
 
-from flexcp.comm import CollectiveLabel, RoundLabel
-from flexcp.comm.process import tag_of
+from flexcp.comm import CallLabel
 
+CALLS = [
+    CallLabel(what, digest, number, recomputation)
+    for what, digest in (("attention", b"a" * 16), ("attention", b"b" * 16), ("unshard", b"c" * 16))
+    for number in range(6)
+    for recomputation in range(3)
+]
+PASSES = [
+    *(call.passing("forward") for call in CALLS),
+    *(call.passing("backward", n) for call in CALLS for n in range(3)),
+]
 LABELS = [
-    *(
-        RoundLabel(what, mask, number)
-        for what in ("forward", "backward", "gradients")
-        for mask in ("", "full", "sliding")
-        for number in range(40)
-    ),
-    *(
-        CollectiveLabel(name, number, ranks, is_reason)
-        for name in ("all_gather", "all_to_all", "all_reduce", "barrier", "compare")
-        for number in range(1, 20)
-        for ranks in ((), (0, 1), (1, 0), (0, 11))
-        for is_reason in (False, True)
-    ),
+    label.round(what, number)
+    for label in PASSES
+    for what in ("rows", "gradients", "swap")
+    for number in range(20)
 ]
 
 
-def test_different_labels_have_different_tags_and_texts():
-    assert len({tag_of(label) for label in LABELS}) == len(LABELS)
-    assert len({str(label) for label in LABELS}) == len(LABELS)
+def test_different_labels_have_different_tags():
     assert len(set(LABELS)) == len(LABELS)
+    # 31 bits: some of these 13,000 labels may share one, but none of one pass.
+    assert len({label.tag for label in LABELS}) > 0.999 * len(LABELS)
+    for one in PASSES:
+        assert len({one.round(w, n).tag for w in ("rows", "swap") for n in range(500)}) == 1000
 
 
-def test_tags_fit_what_transports_take_and_travel():
+def test_tags_fit_what_transports_take_and_labels_travel():
     for label in LABELS:
-        assert 0 <= tag_of(label) < 1 << 31
+        assert 0 <= label.tag < 1 << 31
         assert pickle.loads(pickle.dumps(label)) == label
 
 
 def test_tags_are_the_same_in_every_process():
     """Python's own hashes of texts are not."""
-    assert tag_of(RoundLabel("forward", "sliding", 3)) == 864071217
-    assert tag_of(CollectiveLabel("all_gather", 1)) == 1620923588
+    assert (
+        CallLabel("attention", b"a" * 16, 3).passing("forward").round("rows", 2).tag == 1500837200
+    )
+
+
+def test_passes_have_one_key_on_ranks_that_are_in_different_calls():
+    keys = {CallLabel(what, what.encode(), 3).passing("backward", 1).key for what in ("a", "b")}
+    assert keys == {"3.0.backward.1"}
+    assert len({one.key for one in PASSES}) == len(PASSES) / 3
 
 
 @pytest.mark.parametrize(
     ("label", "text"),
     [
-        (RoundLabel("forward", "", 0), "round 0 of the forward of attention"),
-        (RoundLabel("gradients", "a", 2), "round 2 of the gradients of attention under mask 'a'"),
-        (CollectiveLabel("all_reduce", 3), "all_reduce #3"),
-        (CollectiveLabel("all_to_all", 1, (2, 3)), "all_to_all of ranks 2,3 #1"),
         (
-            CollectiveLabel("compare", 4),
-            "round 0, in which ranks compare what they are about to do, #4",
+            CallLabel("attention", b"", 0).passing("forward").round("rows", 0),
+            "round 0 of the forward of attention (call 0)",
         ),
         (
-            CollectiveLabel("compare", 4, is_reason=True),
-            "round 0, in which ranks compare what they are about to do, #4 and why",
+            CallLabel("attention under mask 'a'", b"", 7).passing("backward").round("gradients", 2),
+            "round 2 of the gradients of attention under mask 'a' (call 7)",
+        ),
+        (
+            CallLabel("attention", b"", 7, 1).passing("backward", 2).round("swap", 3),
+            "all-to-all 3 of the backward of attention (call 7, recomputation 1, backward pass 2)",
         ),
     ],
 )
 def test_errors_call_labels_by_their_text(label, text):
     assert str(label) == f"{label}" == text
-
-
-def test_only_rounds_of_the_forward_pass_are_forward():
-    for label in LABELS:
-        assert label.is_forward == (isinstance(label, RoundLabel) and label.what == "forward")

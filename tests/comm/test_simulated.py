@@ -10,7 +10,8 @@ import torch
 
 import flexcp
 from flexcp import FlexCPError, masks, testing
-from flexcp.comm import RankError, RoundLabel, Transport
+from flexcp.comm import CallLabel, RankError, Transport
+from flexcp.comm.collectives import ordered_sum
 from flexcp.plan import make_plan
 
 
@@ -18,55 +19,39 @@ def test_the_transport_has_the_interface_of_a_transport():
     assert testing.simulate(lambda mesh: isinstance(mesh.transport, Transport), 2) == [True] * 2
 
 
+def round_of(number, *, call=0):
+    return CallLabel("attention", b"", call).passing("forward").round("rows", number)
+
+
 def test_collectives_give_every_rank_the_same():
     def fn(mesh):
         t, r = mesh.transport, mesh.get_rank()
-        gathered = t.all_gather(torch.full((r,), r), [[n] for n in range(3)])
-        swapped = t.all_to_all([torch.tensor(10 * r + p) for p in range(3)], [[]] * 3, range(3))
-        t.barrier()
-        return (
-            [g.tolist() for g in gathered],
-            [int(s) for s in swapped],
-            float(t.all_reduce(torch.tensor(1.0 + r))),
-            t.all_agree(f"rank {r}"),
-        )
+        gathered, swapped = torch.empty(3, 2), torch.empty(1 + 2 + 3)
+        t.all_gather(gathered, torch.full((2,), float(r)), label=round_of(0)).wait()
+        given = torch.full((3 * (r + 1),), float(r))
+        t.all_to_all(swapped, given, [1, 2, 3], [r + 1] * 3, range(3), label=round_of(1)).wait()
+        return gathered.tolist(), swapped.tolist(), ordered_sum(t, torch.full((5,), 1.0 + r))
 
-    for r, (gathered, swapped, total, texts) in enumerate(testing.simulate(fn, 3)):
-        assert gathered == [[], [1], [2, 2]]
-        assert swapped == [r, 10 + r, 20 + r]
-        assert total == 6.0
-        assert texts == ["rank 0", "rank 1", "rank 2"]
+    for gathered, swapped, total in testing.simulate(fn, 3):
+        assert gathered == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+        assert swapped == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert total.tolist() == [6.0] * 5
 
 
 def test_transfers_are_asynchronous_and_match_by_label():
     def fn(mesh):
         t, r = mesh.transport, mesh.get_rank()
-        like = torch.zeros(1)
-        first = t.exchange(
-            [(1 - r, like + r)], [(1 - r, (1,))], like=like, label=RoundLabel("forward", "a", 0)
+        first, second = torch.empty(1), torch.empty(1)
+        mine = [(1 - r, torch.tensor([float(r)]))]
+        pending = t.exchange(mine, [(1 - r, first)], label=round_of(0))
+        other = t.exchange(
+            [(1 - r, torch.tensor([10.0 + r]))], [(1 - r, second)], label=round_of(0, call=1)
         )
-        second = t.exchange(
-            [(1 - r, like + 10 + r)],
-            [(1 - r, (1,))],
-            like=like,
-            label=RoundLabel("forward", "b", 0),
-        )
-        return float(second.wait()[0]), float(first.wait()[0])
+        other.wait()
+        pending.wait()
+        return float(second), float(first)
 
     assert testing.simulate(fn, 2) == [(11.0, 1.0), (10.0, 0.0)]
-
-
-def test_what_is_sent_is_what_it_was_when_it_was_sent():
-    def fn(mesh):
-        t, r = mesh.transport, mesh.get_rank()
-        x = torch.ones(2)
-        pending = t.exchange(
-            [(1 - r, x)], [(1 - r, (2,))], like=x, label=RoundLabel("forward", "", 0)
-        )
-        x.zero_()
-        return pending.wait()[0].tolist()
-
-    assert testing.simulate(fn, 2) == [[1.0, 1.0]] * 2
 
 
 def test_runs_are_the_same_every_time():
@@ -76,7 +61,7 @@ def test_runs_are_the_same_every_time():
         def fn(mesh):
             for i in range(3):
                 order.append((i, mesh.get_rank()))
-                mesh.transport.barrier()
+                ordered_sum(mesh.transport, torch.ones(1))
 
         testing.simulate(fn, 5)
         return order
@@ -88,10 +73,7 @@ def test_a_deadlock_says_who_waits_for_whom():
     def fn(mesh):
         r = mesh.get_rank()
         if r < 2:
-            x = torch.zeros(1)
-            mesh.transport.exchange(
-                [], [(1 - r, (1,))], like=x, label=RoundLabel("forward", "", 3)
-            ).wait()
+            mesh.transport.exchange([], [(1 - r, torch.zeros(1))], label=round_of(3)).wait()
 
     with pytest.raises(FlexCPError, match=r"rank 0 waits for rank 1 to send in round 3") as error:
         testing.simulate(fn, 3)
@@ -103,7 +85,7 @@ def test_a_failing_rank_ends_the_others_and_is_named():
     def fn(mesh):
         if mesh.get_rank() == 2:
             raise ValueError("out of luck")
-        mesh.transport.barrier()
+        ordered_sum(mesh.transport, torch.ones(1))
 
     with pytest.raises(RankError, match="rank 2 failed: ValueError: out of luck") as error:
         testing.simulate(fn, 4)
@@ -114,9 +96,8 @@ def test_a_message_of_another_shape_or_type_is_an_error():
     def fn(mesh):
         r = mesh.get_rank()
         x = torch.zeros(2 + r)
-        mesh.transport.exchange(
-            [(1 - r, x)], [(1 - r, x.shape)], like=x, label=RoundLabel("forward", "", 1)
-        ).wait()
+        came = torch.zeros(2 + r)
+        mesh.transport.exchange([(1 - r, x)], [(1 - r, came)], label=round_of(1)).wait()
 
     with pytest.raises(RankError, match=r"shape \(3,\) from rank 0 in round 1"):
         testing.simulate(fn, 2)
@@ -145,8 +126,14 @@ def test_plans_shard_and_unshard_with_gradients_on_64_ranks():
     x = torch.randn(2, 300, 4, dtype=torch.float64)
     weight = torch.randn_like(x)
 
+    # Searched for once: 64 searches take longer than all the rest.
+    found = make_plan(masks.causal(), 300, 64, block_size=16, batch=2)
+
     def fn(mesh):
-        plan = make_plan(masks.causal(), 300, mesh, block_size=16, batch=2)
+        plan = make_plan(
+            masks.causal(), 300, mesh, layout=found.layout, schedule=found.schedules[""].name,
+            block_size=16, batch=2,
+        )  # fmt: skip
         local = plan.shard(x, 1).requires_grad_()
         full = plan.unshard(local, 1)
         assert torch.equal(full, x)

@@ -163,6 +163,7 @@ def test_score_mod_sees_global_positions_without_a_block_mask():
     assert all(_is_close(found, [wanted]) for found in spawn(rank, 2))
 
 
+@pytest.mark.usefixtures("loaded_compiler")
 def test_a_sharded_block_mask_works_with_torchs_own_flex_attention():
     length = 64
     tensors, mask = [t.float() for t in _qkvg(length)], _mask(length)

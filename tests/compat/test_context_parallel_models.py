@@ -45,6 +45,7 @@ def _run(model, x, how):
     return torch.compile(model, backend="aot_eager")(x) if how == "compile" else model(x)
 
 
+@pytest.mark.usefixtures("loaded_compiler")
 @pytest.mark.parametrize("how", ["plainly", "checkpoint", "compile"])
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])
 def test_gradients_of_a_model_add_up_to_those_of_one_process(how, method):

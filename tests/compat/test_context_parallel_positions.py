@@ -121,6 +121,7 @@ def test_a_score_mod_that_is_an_argument_is_translated_once(held, wraps):
     assert all(is_close(found, wanted) for found in spawn(rank, RANKS))
 
 
+@pytest.mark.usefixtures("loaded_compiler")
 @pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("held", [False, True], ids=["argument", "held"])
 def test_a_score_mod_that_is_an_argument_is_translated_once_in_a_compiled_module(held, wraps):

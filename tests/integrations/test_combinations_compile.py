@@ -25,6 +25,8 @@ from .test_combinations import (
     train,
 )
 
+pytestmark = pytest.mark.usefixtures("loaded_compiler")
+
 
 def test_a_compiled_model_is_a_whole_graph_that_serves_other_plans():
     def rank(cp):

@@ -135,6 +135,7 @@ def test_gradients_of_lse_come_through():
         assert_close(found, x.grad, what="gradient")
 
 
+@pytest.mark.usefixtures("loaded_compiler")
 def test_gradients_on_cpu_in_a_whole_graph_are_refused_and_compats_function_gives_them():
     def compiled(function):
         def attend(q, k, v):

@@ -235,7 +235,7 @@ def test_batches_that_mean_nothing_on_a_shard_are_refused(extra, what):
         (lambda local: {"input_ids": local["input_ids"]}, "what cp.shard.batch. returned"),
         (lambda local: local | {"output_attentions": True}, "output_attentions"),
         (lambda local: local | {"past_key_values": object()}, "past_key_values"),
-        (lambda local: local | {"input_ids": tokens()}, r"the 27 tokens of this rank"),
+        (lambda local: local | {"input_ids": tokens()}, r"the 2[67] tokens of this rank"),
         (
             lambda local: local | {"position_ids": torch.arange(27)[None]},
             "inferred from position_ids",

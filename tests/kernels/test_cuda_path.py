@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 import flexcp
 from flexcp import Mask, masks
 from flexcp.kernels import flex
+from flexcp.kernels.triton.launch import Launch
 from flexcp.ops.autograd import Attention
 from flexcp.testing.tolerance import assert_close
 from kernels.cases import problem
@@ -117,7 +118,7 @@ def test_score_functions_run_forward(name: str) -> None:
 @pytest.mark.usefixtures("shapes_only")
 @pytest.mark.parametrize("score_mod", [None, _alibi], ids=["plain", "scored"])
 @pytest.mark.parametrize("name", ["causal", "documents", "window"])
-def test_the_default_hands_torchs_flex_attention_what_it_takes(
+def test_torchs_flex_attention_is_handed_what_it_takes(
     name: str, score_mod: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attend(q, k, v, mod, block_mask, scale, gqa, _, options, return_aux):  # type: ignore[no-untyped-def]
@@ -137,10 +138,33 @@ def test_the_default_hands_torchs_flex_attention_what_it_takes(
     monkeypatch.setattr(flex, "compiled_flex_attention", lambda: attend)
     q, k, v = (x.detach() for x in _tensors(torch.bfloat16, 2))
     out, lse = flexcp.flex_attention(
-        q, k, v, score_mod, PATTERNS[name], enable_gqa=True, return_lse=True
-    )
+        q, k, v, score_mod, PATTERNS[name], enable_gqa=True, return_lse=True,
+        kernel_options=None if score_mod else {"kernel": "flex"},
+    )  # fmt: skip
     _assert_like(out, q)
     assert (lse.shape, lse.device.type) == (q.shape[:3], "cuda")
+
+
+@pytest.mark.usefixtures("shapes_only")
+def test_masks_go_to_the_triton_kernels_unless_torchs_are_tuned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(Launch, "run", lambda launch, function: launched.append(launch.kernel))
+    monkeypatch.setattr(flex, "compiled_flex_attention", lambda: _refused)
+    q, k, v = _tensors(torch.bfloat16, 2)
+    out = flexcp.flex_attention(q, k, v, block_mask=masks.causal(), enable_gqa=True)
+    _assert_like(out, q)
+    Attention.backward(out.grad_fn, out.detach(), None, None)
+    assert launched == ["forward", "prep", "dq", "dkdv"]
+    with pytest.raises(NotImplementedError, match="torch's own kernels"):
+        flexcp.flex_attention(
+            q, k, v, block_mask=masks.causal(), enable_gqa=True, kernel_options={"BLOCK_M": 64}
+        )
+
+
+def _refused(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError("torch's own kernels")
 
 
 def test_what_was_planned_without_numbers_serves_them_afterwards() -> None:

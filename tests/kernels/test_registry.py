@@ -51,11 +51,14 @@ def test_asking_for_what_cant_do_the_job_is_an_error() -> None:
         choose(_cpu(), _cpu(), kernel="magic")
 
 
-def test_on_cuda_masks_are_compiled_and_rectangles_are_fused() -> None:
+def test_on_cuda_masks_are_data_and_rectangles_are_fused() -> None:
     with FakeTensorMode():
         for dtype, name in ((torch.bfloat16, "CUDA flash"), (torch.float32, "CUDA efficient")):
             x = torch.empty(1, 4, 64, 64, dtype=dtype, device="cuda")
-            assert choose(x, x).kernel == "flex"
+            assert choose(x, x).kernel == "triton"
+            assert choose(x, x, score_mod=True).kernel == "flex"
+            assert choose(x, x, score_mod=True, partial=True).kernel == "scored"
+            assert choose(x, x, max_scores=True).kernel == "flex"
             choice = choose(x, x, is_one_rectangle=True)
             assert choice.fused is not None
             assert choice.fused.name == name

@@ -7,6 +7,8 @@ import os
 # Ranks are forks: they compile by themselves instead of asking a pool of the parent's.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -14,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp import masks, testing
-from flexcp.comm import RankError, RoundLabel
+from flexcp.comm import RankError
+from flexcp.comm.collectives import ordered_sum
 
 CAUSAL = masks.causal()
 SLIDING = masks.sliding_window(17)
@@ -57,7 +60,7 @@ def results_of(function, plan, *extra, inputs=FULL):
     weight = plan.shard(WEIGHT, 2)
     total = sum((x * (weight if x.dim() == 4 else weight[..., 0])).sum() for x in outputs)
     grads = torch.autograd.grad(total, leaves)
-    every_rank = plan.ranks.transport.all_reduce
+    every_rank = partial(ordered_sum, plan.ranks.transport)
     return [*(x.detach() for x in outputs), *grads[:3], *map(every_rank, grads[3:])]
 
 
@@ -169,10 +172,10 @@ def noting_rounds(plan):
     transport, noted = plan.ranks.transport, []
     exchange = transport.exchange
 
-    def noting(sends, receives, *, like, label):
-        if isinstance(label, RoundLabel):
-            noted.append(str(label))
-        return exchange(sends, receives, like=like, label=label)
+    def noting(sends, receives, *, label):
+        call = label.pass_.call.what
+        noted.append(f"round {label.number} of {label.what} {label.pass_.direction} of {call}")
+        return exchange(sends, receives, label=label)
 
     vars(transport)["exchange"] = noting
     return noted

@@ -72,7 +72,8 @@ def compare(
             dtype=dtype,
             batch=batch,
         )
-        plan.check()
+        if mesh.get_rank() == 0:  # the plan of every rank is the same
+            plan.check()
         local = [plan.shard(x.detach(), 2).requires_grad_() for x in full]
         given = local
         if permuted:  # the same values in memory as [B, L, H, D]
@@ -188,7 +189,12 @@ def test_autocast_casts_as_it_does_in_one_process():
 
 
 def test_sixty_four_ranks():
-    assert compare(testing.simulate, 64, masks.causal(), 203) < 1e-10
+    # Searched for once: 64 searches take longer than the rest.
+    found = flexcp.make_plan(
+        masks.causal(), 203, 64, layout="balanced", schedule="exchange", block_size=16, num_heads=4,
+        num_kv_heads=2, head_dim=8, dtype=torch.float64, batch=2,
+    )  # fmt: skip
+    assert compare(testing.simulate, 64, masks.causal(), 203, layout=found.layout) < 1e-10
 
 
 @pytest.mark.parametrize("schedule", ["exchange", "ring", "allgather", "ulysses"])
@@ -281,11 +287,15 @@ def test_the_bytes_that_a_plan_promises_are_the_bytes_that_come(schedule, dtype)
         world, me = mesh.transport.world, mesh.get_rank()
         out = flexcp.attention(*local, plan)
         out.sum().backward()
-        return world.bytes_received[me], plan.stats()
+        counts = plan.layout.counts.tolist()
+        each = 2 * local[1].nbytes // max(counts[me], 1)  # K and V of a row
+        padding = sum(max(counts) - n for r, n in enumerate(counts) if r != me) * each
+        return world.bytes_received[me], plan.stats(), padding
 
     results = testing.simulate(rank, ranks)
     stats = results[0][1]
-    for me, (received, _) in enumerate(results):
+    for me, (received, _, padding) in enumerate(results):
         promised = stats.bytes_received_per_rank[me] + stats.backward_bytes_received_per_rank[me]
-        # What is compared before data moves is a digest from every other rank.
-        assert received - promised == 16 * (len(results) - 1)
+        # An all-gather pads all parts to the longest; what a plan promises are rows.
+        promised += padding if schedule == "allgather" else 0
+        assert received == promised

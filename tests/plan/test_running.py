@@ -6,16 +6,22 @@ result must be that of one process.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from flexcp import masks, testing
-from flexcp.comm import RoundLabel
+from flexcp.comm import CallLabel
 from flexcp.plan import make_plan
 
 H, G, D = 6, 3, 4
 LENGTH = 61
+
+
+def label_of(direction, what, number):
+    return CallLabel("attention", b"", 0).passing(direction).round(what, number)
 
 
 class DenseRank:
@@ -28,7 +34,7 @@ class DenseRank:
         self.mine = self.schedule.heads[self.place]
         self.rows = self.schedule.groups.rows_of(self.group)
         kv_of = torch.tensor([self.mine.kv_of(h, H, G) for h in self.mine.q], dtype=torch.int64)
-        self.kv_of = kv_of
+        self.kv_of, self.swaps = kv_of, 0
         self.bits = bits[self.mine.q.start : self.mine.q.stop][:, self.rows]
 
     def to_heads(self, x, which):
@@ -39,7 +45,17 @@ class DenseRank:
         counts = self.plan.layout.counts
         parts = [x[r.start : r.stop].contiguous() for r in ranges]
         shapes = [(len(own), int(counts[m]), D) for m in members]
-        return torch.cat(self.transport.all_to_all(parts, shapes, members), dim=1)
+        return torch.cat(self.swap_parts(parts, shapes, members), dim=1)
+
+    def swap_parts(self, parts, shapes, members):
+        """One part to each member, one of each."""
+        self.swaps += 1
+        takes, gives = [math.prod(s) for s in shapes], [p.numel() for p in parts]
+        came = parts[0].new_empty(sum(takes))
+        flat = torch.cat([p.reshape(-1) for p in parts])
+        label = label_of("forward", "swap", self.swaps)
+        self.transport.all_to_all(came, flat, takes, gives, members, label=label).wait()
+        return [x.view(s) for x, s in zip(came.split(takes), shapes, strict=True)]
 
     def to_rows(self, x, which, heads):
         """The group's rows with own heads -> own rows with all heads; shared heads add up."""
@@ -48,7 +64,7 @@ class DenseRank:
         ranges = [getattr(s, which) for s in self.schedule.heads]
         shapes = [(len(r), sizes[self.place], D) for r in ranges]
         parts = [p.contiguous() for p in x.split(sizes, dim=1)]
-        came = self.transport.all_to_all(parts, shapes, members)
+        came = self.swap_parts(parts, shapes, members)
         whole = torch.zeros(heads, sizes[self.place], D, dtype=x.dtype)
         for r, part in zip(ranges, came, strict=True):
             whole[r.start : r.stop] += part
@@ -60,9 +76,10 @@ class DenseRank:
         if add:
             for _, rows in sends:
                 buffer[:, :, index(rows)] = 0
-        shapes = [(peer, (*buffer.shape[:2], index(rows).numel(), D)) for peer, rows in receives]
-        came = self.transport.exchange(out, shapes, like=buffer, label=label).wait()
-        for (_, rows), part in zip(receives, came, strict=True):
+        room = [buffer.new_empty(*buffer.shape[:2], index(rows).numel(), D) for _, rows in receives]
+        came = [(peer, part) for (peer, _), part in zip(receives, room, strict=True)]
+        self.transport.exchange(out, came, label=label).wait()
+        for (_, rows), part in zip(receives, room, strict=True):
             buffer[:, :, index(rows)] = part + (buffer[:, :, index(rows)] if add else 0)
 
     def scores(self, keys, kv):
@@ -76,7 +93,7 @@ class DenseRank:
         total = torch.zeros(*self.q.shape[:2], D, dtype=q.dtype)
         weight = torch.zeros(self.q.shape[:2], dtype=q.dtype)
         for i, step in enumerate(self.schedule.steps(self.rank, "forward")):
-            self.move(step.sends, step.receives, kv, RoundLabel("forward", "", i))
+            self.move(step.sends, step.receives, kv, label_of("forward", "rows", i))
             for a, b in step.work:
                 keys = torch.arange(a, b)
                 p = self.scores(keys, kv).exp()
@@ -96,7 +113,7 @@ class DenseRank:
         delta = (grad * self.out).sum(-1, keepdim=True)
         dq, dkv = torch.zeros_like(self.q), torch.zeros_like(kv)
         for i, step in enumerate(self.schedule.steps(self.rank, "backward")):
-            self.move(step.sends, step.receives, kv, RoundLabel("backward", "", i))
+            self.move(step.sends, step.receives, kv, label_of("backward", "rows", i))
             for a, b in step.work:
                 keys = torch.arange(a, b)
                 s = self.scores(keys, kv)
@@ -107,7 +124,11 @@ class DenseRank:
                     dkv[0, g, keys] += ds[h].mT @ self.q[h]
                     dkv[1, g, keys] += p[h].mT @ grad[h]
             self.move(
-                step.returns_out, step.returns_in, dkv, RoundLabel("gradients", "", i), add=True
+                step.returns_out,
+                step.returns_in,
+                dkv,
+                label_of("backward", "gradients", i),
+                add=True,
             )
         dk, dv = (self.to_rows(x[:, self.rows], "kv", G) for x in dkv)
         return self.to_rows(dq, "q", H), dk, dv

@@ -48,6 +48,35 @@ def test_exchange_that_keeps_moves_nothing_but_gradients_in_backward():
         assert (schedule.forward.rounds == 1) == at_once
 
 
+def test_few_rounds_are_as_few_as_memory_allows():
+    """Every rank fills its rounds with as many rows as the largest rank owns."""
+    lengths = [150, 10, 20, 40, LENGTH - 220]
+    grid, layout = grid_of(masks.document(lengths=lengths)), head_tail(LENGTH, RANKS)
+    schedule = make_schedule("exchange", [grid], layout, few_rounds=True)
+    check_schedule(schedule, [grid])
+    limit = int(layout.counts.max())
+    moves = schedule.forward.moves
+    assert schedule.forward.rounds == 1 - int(-int(moves.received(RANKS).max()) // limit)
+    for i in range(1, schedule.forward.rounds):
+        at = moves.round == i
+        rows = torch.zeros(RANKS, dtype=torch.int64).index_add_(0, moves.target[at], moves.rows[at])
+        assert int(rows.max()) <= limit
+    by_distance = make_schedule("exchange", [grid], layout)
+    assert schedule.forward.rounds <= by_distance.forward.rounds
+    assert torch.equal(moves.received(RANKS), by_distance.forward.moves.received(RANKS))
+
+
+def test_kept_rows_are_used_before_the_own_in_backward():
+    """Gradients of others' rows are then on their way while a rank computes its own."""
+    grid, layout = grid_of(masks.causal()), head_tail(LENGTH, RANKS)
+    schedule = make_schedule("exchange", [grid], layout, keep=True)
+    check_schedule(schedule, [grid])
+    last = schedule.backward.rounds - 1
+    assert int(schedule.backward.returns.round.max()) < last
+    own = schedule.backward.work.round == last
+    assert int(own.sum()) == len(layout.owned)
+
+
 def test_ring_only_talks_to_neighbours():
     schedule = make_schedule("ring", [grid_of(masks.full())], contiguous(LENGTH, RANKS))
     for table in (schedule.forward.moves, schedule.backward.returns):

@@ -40,8 +40,8 @@ def test_simulated_ranks_within_a_real_one_keep_their_error():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(processes, "_IN_ALL", 3)
-    monkeypatch.setattr(processes, "_TO_REPORT", 3.0)
+    monkeypatch.setattr(processes, "_IN_ALL", 2)
+    monkeypatch.setattr(processes, "_TO_REPORT", 2.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -54,7 +54,7 @@ def test_ranks_that_never_answer_are_killed_and_named():
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.raises(FlexCPError, match="expected ranks 0 and 2 to return or raise") as error:
-        testing.spawn(fn, 3, timeout=2)
+        testing.spawn(fn, 3, timeout=1.5)
     assert sorted(error.value.failures) == [0, 2]
     for process in everybody:
         with pytest.raises(ProcessLookupError):
@@ -69,7 +69,7 @@ def test_a_rank_that_stops_is_named_rather_than_those_that_waited_for_it():
         dist.barrier()
 
     with pytest.raises(FlexCPError, match=r"rank 2 failed: .*expected rank 2 to return or raise"):
-        testing.spawn(fn, 3, timeout=2)
+        testing.spawn(fn, 3, timeout=1.5)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -80,7 +80,7 @@ def test_a_mistake_is_named_rather_than_a_rank_that_does_not_answer():
         raise KeyError("a rank's own mistake")
 
     with pytest.raises(RankError, match=r"rank 1 failed: KeyError: .*own mistake") as error:
-        testing.spawn(fn, 2, timeout=2)
+        testing.spawn(fn, 2, timeout=1.5)
     assert "rank 0 to return or raise" in str(error.value.failures[0])
 
 

@@ -1,142 +1,60 @@
-"""Collectives made of pairwise rounds: the same on every transport, summed in order of rank."""
+"""What is made of a transport's collectives: parts of unequal sizes, and sums in order of rank."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from flexcp.comm.agreement import REFUSED, Agreement
-from flexcp.comm.interface import Pending, Receives, Sends
-from flexcp.comm.labels import CollectiveLabel, CollectiveName, MessageLabel
-
-_NOTE = 1024
-"""Bytes of the note that says why a rank refuses."""
+from flexcp.comm.agreement import Agreement
+from flexcp.comm.interface import Transport
+from flexcp.comm.labels import PassLabel
 
 
-class PairwiseCollectives(ABC):
-    """What a transport can do once it can exchange messages between pairs of ranks."""
+def gather_parts(
+    transport: Transport, x: Tensor, counts: Sequence[int], label: PassLabel
+) -> list[Tensor]:
+    """The parts of all ranks, by rank; they differ in length along dim 0 alone.
 
-    rank: int
-    moment: ClassVar[float] = 0.0
-    """Seconds that a rank that refuses stays around, so that the others hear of it."""
-    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int]
-    """How often each collective was called, by the ranks that took part; () for all of them."""
-    _notes: list[Pending]
-    """Refusals on their way: nobody waits for them, but their memory is needed."""
+    Each is padded to the longest on its way, so that one all-gather does it on any number of ranks.
+    """
+    longest, rest = max(counts), x.shape[1:]
+    padded = x.new_zeros(longest, *rest) if x.shape[0] < longest else x.contiguous()
+    if x.shape[0] < longest:
+        padded[: x.shape[0]] = x
+    out = x.new_empty(transport.world_size, longest, *rest)
+    transport.all_gather(out, padded, label=label.round("rows", 0)).wait()
+    return [part[:n] for part, n in zip(out.unbind(0), counts, strict=True)]
 
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """How many ranks."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where tensors that the transport makes itself must be."""
-        return torch.device("cpu")
+def ordered_sum(transport: Transport, x: Tensor) -> Tensor:
+    """The sum over all ranks, added up in order of rank: the same bits on every rank.
 
-    @abstractmethod
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> Pending:
-        """Starts the transfers of a round, and returns at once."""
+    Every rank adds up a part, and gets the others: a reduce-scatter and an all-gather.
+    """
+    size = transport.world_size
+    call = transport.calls.begin(_agreement_to_sum(x))
+    label = call.passing("forward")
+    each = -(-x.numel() // size)
+    flat = x.new_zeros(size * each)
+    flat[: x.numel()] = x.detach().reshape(-1)
+    parts = x.new_empty(size, each)
+    takes = [each] * size
+    transport.all_to_all(
+        parts.view(-1), flat, takes, takes, range(size), label=label.round("gradients", 0)
+    ).wait()
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    out = x.new_empty(size, each)
+    transport.all_gather(out, total, label=label.round("rows", 1)).wait()
+    return out.view(-1)[: x.numel()].view(x.shape)
 
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank."""
-        return self._swap("all_gather", [x] * self.world_size, shapes)
 
-    def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """One tensor to each of `ranks`, one from each."""
-        return self._swap("all_to_all", parts, shapes, tuple(ranks))
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, added up in order of rank: the same bits on every rank."""
-        size = self.world_size
-        parts = self._swap("all_reduce", [x] * size, [x.shape] * size)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total
-
-    def all_agree(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
-        mine = self._as_tensor(text.encode())
-        size = torch.tensor([mine.numel()], device=self.device)
-        sizes = self.all_gather(size, [[1]] * self.world_size)
-        parts = self.all_gather(mine, [[int(n)] for n in sizes])
-        return [bytes(part.tolist()).decode() for part in parts]
-
-    def compare(self, agreement: Agreement) -> None:
-        """Raises on every rank if what the ranks are about to do differs; before data moves."""
-        own, size = self._as_tensor(agreement.digest), self.world_size
-        parts = self._swap("compare", [own] * size, [own.shape] * size)
-        digests = [bytes(x.tolist()) for x in parts]
-        if len(set(digests)) > 1:
-            raise agreement.error(self, digests)
-
-    def refuse(self, why: str) -> None:
-        """Tells the ranks that compare next that this one can't do what they do.
-
-        It does not wait for them: they may be elsewhere.
-        """
-        others = [r for r in range(self.world_size) if r != self.rank]
-        if not others:
-            return
-        label = self._next("compare")
-        answer = self._as_tensor(REFUSED)
-        note = self._as_tensor(why.encode()[:_NOTE].decode(errors="ignore").encode().ljust(_NOTE))
-        theirs = [(r, answer.shape) for r in others]
-        self._notes += [
-            self.exchange([(r, answer) for r in others], theirs, like=answer, label=label),
-            self.exchange(
-                [(r, note) for r in others], [], like=note, label=replace(label, is_reason=True)
-            ),
-        ]
-        time.sleep(self.moment)
-
-    def refusals(self, ranks: Sequence[int]) -> list[str]:
-        """Why these ranks refused in the last comparison."""
-        like = torch.empty(0, dtype=torch.uint8, device=self.device)
-        label = CollectiveLabel("compare", self._calls["compare", ()], is_reason=True)
-        pending = self.exchange([], [(r, [_NOTE]) for r in ranks], like=like, label=label)
-        return [bytes(x.tolist()).decode().strip() for x in pending.wait()]
-
-    def _as_tensor(self, content: bytes) -> Tensor:
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
-
-    def barrier(self) -> None:
-        """Returns once all ranks have come here."""
-        here = torch.zeros(1, device=self.device)
-        self._swap("barrier", [here] * self.world_size, [[1]] * self.world_size)
-
-    def _swap(
-        self,
-        name: CollectiveName,
-        parts: Sequence[Tensor],
-        shapes: Sequence[Sequence[int]],
-        among: tuple[int, ...] = (),
-    ) -> list[Tensor]:
-        """One part to each rank, and one from each; `among` some ranks only, if they are named."""
-        label, ranks = self._next(name, among), among or range(self.world_size)
-        others = [i for i, r in enumerate(ranks) if r != self.rank]
-        pending = self.exchange(
-            [(ranks[i], parts[i]) for i in others],
-            [(ranks[i], shapes[i]) for i in others],
-            like=parts[0],
-            label=label,
-        )
-        came = dict(zip(others, pending.wait(), strict=True))
-        return [came[i] if i in came else parts[i].detach().clone() for i in range(len(ranks))]
-
-    def _next(self, name: CollectiveName, among: tuple[int, ...] = ()) -> CollectiveLabel:
-        """The label of the next call of a collective; ranks count alike."""
-        number = self._calls.get((name, among), 0) + 1
-        self._calls[name, among] = number
-        return CollectiveLabel(name, number, among)
+def _agreement_to_sum(x: Tensor) -> Agreement:
+    return Agreement(
+        "sum the same kind of tensor",
+        "a sum over ranks",
+        {"type": str(x.dtype), "shape": str(tuple(x.shape))},
+        "pass tensors of one shape and type on every rank",
+    )

@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, peer_error
 
 _REPORT, _REPORTS, _VERDICT = "flexcp/fault/report", "flexcp/fault/reports", "flexcp/fault/verdict"
 """Keys in the store of a process group: of one rank's report, their number, and the verdict."""
@@ -49,12 +49,14 @@ def ranks_to_blame(
     patience = _AFTER_TIMEOUT if timed_out else _AFTER_CLOSING
     suspects = set() if peer is None else {peer}
     if not timed_out:  # after its own time-out, gloo closes all connections
-        suspects |= _closed(group)
+        suspects |= closed_connections(group, range(group.size()))
     found: list[list[int]] = []
 
     def look() -> None:
         with suppress(RuntimeError, KeyError):
             found.append(_verdict(group, suspects, patience))
+            return
+        found.append(sorted(suspects))  # the process that serves the store has ended
 
     # If the process that serves the store has stopped, so do those that ask it: hence a thread.
     thread = threading.Thread(target=look, name="flexcp-fault", daemon=True)
@@ -63,17 +65,17 @@ def ranks_to_blame(
     return found[0] if found else []
 
 
-def _closed(group: dist.ProcessGroup) -> set[int]:
-    """Ranks whose connection to this one is closed; known of gloo alone."""
+def closed_connections(group: dist.ProcessGroup, ranks: Iterable[int]) -> set[int]:
+    """Those of some ranks whose connection to this one is closed; known of gloo alone."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:  # NCCL, which can't be asked
         return set()
     found = set()
-    for rank in range(group.size()):
+    for rank in ranks:
         if rank != group.rank():
             try:
-                dist.isend(torch.zeros(1), group=group, group_dst=rank, tag=_PROBE)
+                group.send([torch.zeros(1)], rank, _PROBE)
             except RuntimeError:
                 found.add(rank)
     return found
@@ -124,7 +126,7 @@ def answered(group: dist.ProcessGroup, label: object) -> Iterator[None]:
         blamed, own = ranks_to_blame(group, error), group.rank()
         if own in blamed:
             raise too_late(own, label, error) from error
-        raise FlexCPError(
+        raise peer_error(
             f"{names_of(blamed) if blamed else f'all {group.size()} ranks'} to take part in "
             f"{label}",
             f"no answer on rank {own}: {reason_of(error)}",
@@ -138,7 +140,7 @@ def answered(group: dist.ProcessGroup, label: object) -> Iterator[None]:
 
 def too_late(rank: int, label: object, error: BaseException) -> FlexCPError:
     """The error on a rank that the others have given up."""
-    return FlexCPError(
+    return peer_error(
         f"rank {rank}, which is this one, to come to {label} before the others give up",
         f"no answer on rank {rank}: {reason_of(error)}",
         "look at what kept this rank, or give the process group a longer timeout",
@@ -163,3 +165,39 @@ def names_of(ranks: list[int]) -> str:
     """
     text = " and ".join(map(str, ranks))
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+class Member(Protocol):
+    """A rank of a mesh over a process group, as faults are told to it."""
+
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    """Global rank of each rank of the mesh."""
+    rank: int
+
+    @property
+    def group_ranks(self) -> tuple[int, ...]:
+        """The rank within the group of each rank of the mesh."""
+        ...
+
+
+def lost(own: Member, peer: int, what: str, label: object, error: BaseException) -> FlexCPError:
+    """The error for a peer that did not answer, maybe because another rank has stopped.
+
+    `what` was to be done with it: "send", "receive", or "exchange" if it may be any rank.
+    """
+    found = ranks_to_blame(own.group, error, None if what == "exchange" else own.group_ranks[peer])
+    blamed = [own.group_ranks.index(rank) for rank in found if rank in own.group_ranks]
+    if own.rank in blamed:
+        return too_late(own.rank, label, error)
+    verb = {"receive": "send", "send": "take"}.get(what, "exchange")
+    who = f"rank {peer}"
+    if blamed and blamed != [peer]:
+        who, verb = names_of(blamed), "exchange"
+    elif what == "exchange" and not blamed:
+        who = "all ranks"
+    return peer_error(
+        f"{who} to {verb} what the plan says in {label}",
+        f"no answer on rank {own.rank}: {reason_of(error)}",
+        f"look at the output of {who}: it has ended, raised, or is not in the same call",
+    )

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.comm.collectives import gather_parts
 from flexcp.comm.interface import Transport
+from flexcp.comm.labels import CallLabel
 
 
 def gather_shards(
-    x: Tensor, dim: int, counts: Sequence[int], transport: Transport
+    x: Tensor, dim: int, counts: Sequence[int], transport: Transport, call: CallLabel
 ) -> tuple[Tensor, ...]:
     """The parts of all ranks, by rank; the gradient of the own part is the own gradient.
 
@@ -24,8 +26,9 @@ def gather_shards(
         dim: The dimension along which parts differ in length; not negative.
         counts: The length of every rank's part.
         transport: How to reach the other ranks.
+        call: What the ranks have agreed to do.
     """
-    parts: tuple[Tensor, ...] = _GatherShards.apply(x, dim, counts, transport)  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, ...] = _GatherShards.apply(x, dim, counts, transport, call)  # type: ignore[no-untyped-call]
     return parts
 
 
@@ -34,13 +37,20 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, counts: Sequence[int], transport: Transport
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        counts: Sequence[int],
+        transport: Transport,
+        call: CallLabel,
     ) -> tuple[Tensor, ...]:
         ctx.rank = transport.rank
-        shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in counts]
-        parts = transport.all_gather(x.detach().contiguous(), shapes)
-        return tuple(x.clone() if r == ctx.rank else part for r, part in enumerate(parts))
+        rows = x.detach().movedim(dim, 0)
+        parts = gather_parts(transport, rows, counts, call.passing("forward"))
+        return tuple(
+            x.clone() if r == ctx.rank else part.movedim(0, dim) for r, part in enumerate(parts)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[ctx.rank], None, None, None
+        return grads[ctx.rank], None, None, None, None

@@ -1,7 +1,7 @@
 """What a transport does, whether its ranks are processes or threads of one.
 
-Every call is made by all ranks that take part, in the same order. Tensors are contiguous. Receives
-are given the shape that will come: both ends know it from the plan.
+Every call is made by all ranks that take part. Tensors are contiguous. Both ends of a message know
+its size from the plan, and its label from the call that they are in.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from flexcp.comm.agreement import Agreement
-from flexcp.comm.labels import MessageLabel
+from flexcp.comm.calls import Calls
+from flexcp.comm.labels import RoundLabel
 
-Sends = Sequence[tuple[int, Tensor]]
-"""Messages of a round that this rank sends: to which rank, and what."""
-Receives = Sequence[tuple[int, Sequence[int]]]
-"""Messages of a round that this rank gets: from which rank, and of which shape."""
+Messages = Sequence[tuple[int, Tensor]]
+"""Of a round: to or from which rank, and the tensor that is sent or filled."""
 
 
 class Pending(Protocol):
     """Transfers on their way."""
 
-    def wait(self) -> list[Tensor]:
-        """Returns once all have arrived: the received tensors, in the order of the receives."""
+    def wait(self) -> None:
+        """Returns once all has arrived, and what was sent may be overwritten.
+
+        On a GPU it returns at once: it is the current stream that waits.
+        """
         ...
 
 
@@ -42,49 +43,32 @@ class Transport(Protocol):
         """How many ranks."""
         ...
 
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> Pending:
-        """Starts the transfers of a round, and returns at once.
-
-        Args:
-            sends: Rank and tensor of each message.
-            receives: Rank and shape of each message to come.
-            like: A tensor with the type and device of what comes.
-            label: Names the round; messages only match within one label.
-        """
+    @property
+    def calls(self) -> Calls:
+        """What the ranks do together, counted alike on all of them."""
         ...
 
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank; `shapes` are theirs."""
+    def exchange(self, sends: Messages, receives: Messages, *, label: RoundLabel) -> Pending:
+        """Starts the transfers of a round between pairs of ranks, and returns at once."""
+        ...
+
+    def all_gather(self, out: Tensor, x: Tensor, *, label: RoundLabel) -> Pending:
+        """Starts to gather tensors of one shape: out [ranks, *x.shape], by rank."""
         ...
 
     def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """One tensor to each of `ranks`, one from each; `shapes` are of those that come."""
-        ...
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        label: RoundLabel,
+    ) -> Pending:
+        """Starts to send a part of x to each of `ranks`, this one included, and to fill out.
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, added up in order of rank."""
-        ...
-
-    def compare(self, agreement: Agreement) -> None:
-        """Raises on every rank if what the ranks are about to do differs; before data moves."""
-        ...
-
-    def refuse(self, why: str) -> None:
-        """Tells the ranks that compare next that this one can't do what they do; does not wait."""
-        ...
-
-    def refusals(self, ranks: Sequence[int]) -> list[str]:
-        """Why these ranks refused, after their bytes were `flexcp.comm.agreement.REFUSED`."""
-        ...
-
-    def all_agree(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank: to find out who differs before data moves."""
-        ...
-
-    def barrier(self) -> None:
-        """Returns once all ranks have come here."""
+        Both tensors are flat, with the parts in the order of the ranks; `takes` and `gives` are
+        their numbers of elements.
+        """
         ...

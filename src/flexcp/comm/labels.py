@@ -1,80 +1,139 @@
-"""Labels of messages: the step that they belong to, as data; text where a person reads it.
+"""Labels of messages: the call, pass and round that they belong to, as data.
 
 Two ranks exchange messages under equal labels, and no message is taken for one of another label.
+A call is counted when it begins, in its forward pass, and ranks count alike; its backward passes
+carry its number, so that they may run in any order.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+import torch
+from torch import Tensor
 
-@dataclass(frozen=True)
-class MessageLabel(ABC):
-    """Names the messages of one step. Labels are equal by value, on every rank alike."""
+Direction = Literal["forward", "backward"]
+What = Literal["rows", "gradients", "swap"]
+"""KV rows of a round, gradients on their way to the owners, or rows that are swapped for heads."""
 
-    @property
-    def is_forward(self) -> bool:
-        """Whether the messages bring KV rows in a forward pass."""
-        return False
-
-    @abstractmethod
-    def __str__(self) -> str:
-        """What errors call the step."""
+_WHATS: tuple[What, ...] = ("rows", "gradients", "swap")
+_TAG_BITS = 0x7FFFFFFF
+_SPREAD = 0x9E3779B1
+"""Odd, so that the tags of one pass differ from each other; large, so that they are spread."""
 
 
 @dataclass(frozen=True)
-class RoundLabel(MessageLabel):
-    """One round of attention under a plan.
+class CallLabel:
+    """One call that all ranks of a group make together.
 
-    >>> str(RoundLabel("forward", "sliding", 3))
-    "round 3 of the forward of attention under mask 'sliding'"
-    >>> RoundLabel("forward", "", 3).is_forward
-    True
+    >>> str(CallLabel("attention under mask 'sliding'", b"", 3))
+    "call 3, attention under mask 'sliding'"
     """
 
-    what: Literal["forward", "backward", "gradients"]
-    """KV rows of the forward or of the backward pass, or gradients on their way to the owners."""
-    mask: str
-    """The name of the plan's mask; "" if it has one only."""
+    what: str
+    """What errors call it."""
+    digest: bytes
+    """16 bytes: of the plan and the kind of call, as ranks have agreed."""
+    number: int
+    """Which call of the group, from 0 on; a recomputation has the number of the call itself."""
+    recomputation: int = 0
+    """0 for the call itself, n for its n-th recomputation under activation checkpointing."""
+
+    def as_tensor(self) -> Tensor:
+        """int64 [4] All but the text, to travel through a compiled graph."""
+        halves = (self.digest[:8], self.digest[8:])
+        words = (int.from_bytes(half, "little", signed=True) for half in halves)
+        return torch.tensor([self.number, self.recomputation, *words])
+
+    @classmethod
+    def of_tensor(cls, what: str, content: Tensor) -> CallLabel:
+        """From what `as_tensor` gave.
+
+        >>> label = CallLabel("attention", b"0123456789abcdef", 3, 1)
+        >>> CallLabel.of_tensor("attention", label.as_tensor()) == label
+        True
+        """
+        number, again, *words = (int(n) for n in content.numpy())
+        halves = (word.to_bytes(8, "little", signed=True) for word in words)
+        return cls(what, b"".join(halves), number, again)
+
+    def passing(self, direction: Direction, number: int = 0) -> PassLabel:
+        """The label of one pass; a call may have several backward passes."""
+        return PassLabel(self, direction, number)
+
+    def __str__(self) -> str:
+        again = f"recomputation {self.recomputation} of " if self.recomputation else ""
+        return f"{again}call {self.number}, {self.what}"
+
+
+@dataclass(frozen=True)
+class PassLabel:
+    """One pass of a call.
+
+    >>> call = CallLabel("attention", b"", 3)
+    >>> str(call.passing("backward", 1))
+    'the backward of attention (call 3, backward pass 1)'
+    """
+
+    call: CallLabel
+    direction: Direction
+    number: int = 0
+    """Which backward pass of the call, from 0 on; 0 for the forward pass."""
+
+    @cached_property
+    def key(self) -> str:
+        """What the pass is called on the board: equal on all ranks, whatever they call."""
+        call = self.call
+        return f"{call.number}.{call.recomputation}.{self.direction}.{self.number}"
+
+    @cached_property
+    def seed(self) -> int:
+        """Differs between passes, as good as always, and is the same on all ranks."""
+        return zlib.crc32(self.key.encode(), zlib.crc32(self.call.digest))
+
+    def round(self, what: What, number: int) -> RoundLabel:
+        """The label of one round's messages."""
+        return RoundLabel(self, what, number)
+
+    def __str__(self) -> str:
+        call = self.call
+        details = [f"call {call.number}"]
+        if call.recomputation:
+            details.append(f"recomputation {call.recomputation}")
+        if self.number:
+            details.append(f"backward pass {self.number}")
+        return f"the {self.direction} of {call.what} ({', '.join(details)})"
+
+
+@dataclass(frozen=True)
+class RoundLabel:
+    """The messages of one kind in one round of a pass.
+
+    >>> call = CallLabel("attention under mask 'sliding'", b"", 3)
+    >>> str(call.passing("forward").round("rows", 2))
+    "round 2 of the forward of attention under mask 'sliding' (call 3)"
+    >>> str(call.passing("backward").round("gradients", 0))
+    "round 0 of the gradients of attention under mask 'sliding' (call 3)"
+    """
+
+    pass_: PassLabel
+    what: What
     number: int
     """Of the round, from 0 on."""
 
-    @property
-    def is_forward(self) -> bool:
-        """Whether the messages bring KV rows in a forward pass."""
-        return self.what == "forward"
+    @cached_property
+    def tag(self) -> int:
+        """31 bits that differ between labels, as good as always, and are the same on all ranks."""
+        step = len(_WHATS) * self.number + _WHATS.index(self.what) + 1
+        return (self.pass_.seed + step * _SPREAD) & _TAG_BITS
 
     def __str__(self) -> str:
-        mask = f" under mask {self.mask!r}" if self.mask else ""
-        return f"round {self.number} of the {self.what} of attention{mask}"
-
-
-CollectiveName = Literal["all_gather", "all_to_all", "all_reduce", "barrier", "compare"]
-"""Collectives that are made of pairwise messages; "compare" is what ranks do before a call."""
-
-
-@dataclass(frozen=True)
-class CollectiveLabel(MessageLabel):
-    """One call of a collective.
-
-    >>> str(CollectiveLabel("all_to_all", 2, ranks=(0, 3)))
-    'all_to_all of ranks 0,3 #2'
-    """
-
-    name: CollectiveName
-    """Which collective."""
-    number: int
-    """Which of its calls, from 1 on; ranks count alike."""
-    ranks: tuple[int, ...] = ()
-    """Who takes part; all, if empty."""
-    is_reason: bool = False
-    """Whether the message says why a rank refused, after a comparison."""
-
-    def __str__(self) -> str:
-        name: str = self.name
-        if name == "compare":
-            name = "round 0, in which ranks compare what they are about to do,"
-        ranks = f" of ranks {','.join(map(str, self.ranks))}" if self.ranks else ""
-        return f"{name}{ranks} #{self.number}{' and why' if self.is_reason else ''}"
+        named = str(self.pass_)
+        if self.what == "gradients":
+            named = named.replace("the backward of", "the gradients of", 1)
+        if self.what == "swap":
+            return f"all-to-all {self.number} of {named}"
+        return f"round {self.number} of {named}"

@@ -1,54 +1,252 @@
-"""The transport between processes: torch.distributed, pairwise and asynchronous."""
+"""The transport between processes: torch.distributed, asynchronous.
+
+Gloo's messages carry tags; NCCL's carry digests behind the rows (`digests.py`). Collectives are
+torch's own, in lanes (`lanes.py`).
+
+Gloo's handles can neither be asked whether they are done nor told to give up, and one that is
+waited for too long closes every connection of the group. So each is waited for by a thread without
+a limit, and the rank waits for the thread: with a limit, and open to news of other ranks.
+"""
 
 from __future__ import annotations
 
-import zlib
+import datetime
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexcp.comm.collectives import PairwiseCollectives
-from flexcp.comm.faults import names_of, ranks_to_blame, reason_of, too_late
-from flexcp.comm.interface import Pending, Receives, Sends
-from flexcp.comm.labels import CollectiveName, MessageLabel
-from flexcp.errors import FlexCPError
+from flexcp.comm import process_calls
+from flexcp.comm.agreement import Statement
+from flexcp.comm.faults import lost
+from flexcp.comm.interface import Messages, Pending
+from flexcp.comm.labels import RoundLabel
+from flexcp.comm.lanes import group_of_mesh, make_lane_group
+from flexcp.comm.process_calls import ProcessCalls, calls_of
+from flexcp.errors import FlexCPError, peer_error
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_FOREVER = datetime.timedelta(days=365)
 
 
-def tag_of(label: MessageLabel) -> int:
-    """31 bits that differ between labels, as good as always, and are the same on all ranks."""
-    return zlib.crc32(repr(label).encode()) >> 1
+class Waiters:
+    """Idle threads that wait for transfers; one more is started if all are waiting."""
+
+    def __init__(self) -> None:
+        self.idle: deque[_Waiter] = deque()
+
+    def wait_for(self, works: Sequence[tuple[tuple[str, int], Any]]) -> Waiting:
+        """Begins to wait for torch's handles; each comes with what to blame if it fails."""
+        try:
+            waiter = self.idle.pop()
+        except IndexError:
+            waiter = _Waiter()
+        waiter.start(works)
+        return Waiting(self, waiter)
+
+
+class Waiting:
+    """Some transfers that a thread waits for."""
+
+    def __init__(self, waiters: Waiters, waiter: _Waiter) -> None:
+        self._waiters, self._waiter = waiters, waiter
+
+    def done_within(self, seconds: float) -> bool:
+        """Whether all have arrived; raises `TransferError` if one has failed.
+
+        After that it must not be asked again. A thread that is never asked again stays with its
+        transfers until they end.
+        """
+        waiter = self._waiter
+        if not waiter.done.acquire(timeout=seconds):
+            return False
+        failure, waiter.failure = waiter.failure, None
+        self._waiters.idle.append(waiter)
+        if failure is not None:
+            raise failure
+        return True
+
+
+class TransferError(Exception):
+    """A transfer that has failed: torch's error is the cause."""
+
+    def __init__(self, blame: tuple[str, int]) -> None:
+        super().__init__(f"{blame[0]}, rank {blame[1]}")
+        self.blame = blame
+        """What was to be done, and the peer."""
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self._begin = threading.Lock()
+        self._begin.acquire()
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.failure: TransferError | None = None
+        self._works: Sequence[tuple[tuple[str, int], Any]] = ()
+        threading.Thread(target=self._run, name="flexcp-waiter", daemon=True).start()
+
+    def start(self, works: Sequence[tuple[tuple[str, int], Any]]) -> None:
+        self._works = works
+        self._begin.release()
+
+    def _run(self) -> None:
+        while True:
+            self._begin.acquire()
+            blame = ("exchange", -1)
+            try:
+                for blame, work in self._works:  # noqa: B007
+                    work.wait(_FOREVER)
+            except BaseException as error:
+                self.failure = TransferError(blame)
+                self.failure.__cause__ = error
+            self._works = ()
+            self.done.release()
+
+
+_GATES = 32
+"""Collectives between two uses of one entry of the board; no rank is so far ahead of another."""
+_BROKEN = "broken"
+
+
+@dataclass(eq=False)
+class Lane:
+    """A group for the collectives of some ranks."""
+
+    group: dist.ProcessGroup
+    calls: ProcessCalls
+    name: str
+    """Of its ranks and of how often it was made anew."""
+    guarded: bool
+    _passed: list[str] = field(default_factory=lambda: [""] * _GATES)
+    """What this rank has said at each entry, last."""
+    _number: int = 0
+
+    def enter(self, label: RoundLabel) -> bool:
+        """Says that this rank comes to a collective; False if the lane is broken.
+
+        Raises if another rank has come to another one.
+        """
+        if not self.guarded:
+            return True
+        gate = self._number % _GATES
+        said = f"{self._number}|{label.tag}|{label.pass_.key}|{label}"
+        key = f"flexcp/lane/{self.name}/{gate}"
+        found: str = self.calls.store.compare_set(key, self._passed[gate], said).decode()
+        if found == _BROKEN:
+            return False
+        if found != said:
+            failure = self.calls.failure(label.pass_, str(label))
+            if failure is not None:
+                raise failure  # the others are right to be elsewhere
+            _, _, their_pass, their_label = found.split("|", 3)
+            self.leave_broken()
+            if self.calls.has_failed(their_pass):
+                return False  # those who are there still will hear of it
+            raise self._in_another(label, their_pass, their_label)
+        self._passed[gate] = said
+        self._number += 1
+        return True
+
+    def leave_broken(self) -> None:
+        """Says that a collective of the lane will never end."""
+        if self.guarded:
+            for gate in range(_GATES):
+                self.calls.store.set(f"flexcp/lane/{self.name}/{gate}", _BROKEN)
+
+    def _in_another(self, label: RoundLabel, their_pass: str, their_label: str) -> FlexCPError:
+        """The error of a rank that comes to another collective; it is told to those who wait."""
+        own = f"rank {self.calls.rank} is in {label} while others are in {their_label}"
+        self.calls.say(their_pass, Statement(failed=own))
+        return peer_error(
+            "all ranks to come to the same collective",
+            own,
+            "make the same calls, forward and backward, in the same order on every rank",
+        )
+
+
+class _Nothing:
+    def wait(self) -> None:
+        """Returns at once: it is a round without messages."""
 
 
 @dataclass(eq=False)
 class _InFlight:
-    """Messages of one round between this rank and others."""
+    """Messages between this rank and others, which a thread waits for."""
 
     transport: ProcessTransport
-    works: list[tuple[str, int, Any]]
-    """"send" or "receive", the peer, and torch's handle."""
-    received: list[Tensor]
-    kept: list[Tensor]
-    """What is being sent; must live until it is."""
-    label: MessageLabel
+    works: Sequence[tuple[tuple[str, int], Any]]
+    """"send", "receive" or "exchange" with the peer, and torch's handle."""
+    kept: Sequence[Tensor]
+    """Memory that the transfers use."""
+    label: RoundLabel
+    lane: Lane | None = None
 
-    def wait(self) -> list[Tensor]:
-        for what, peer, work in self.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.transport.lost(peer, what, self.label, error) from error
-        return self.received
+    def __post_init__(self) -> None:
+        self._waiting = self.transport.waiters.wait_for(self.works)
+
+    def wait(self) -> None:
+        """Returns once all has arrived; raises if it never will."""
+        calls, label, done_within = self.transport.calls, self.label, self._waiting.done_within
+        try:
+            if not done_within(process_calls.SLOW):
+                calls.wait(done_within, label.pass_, str(label), self._needs)
+        except TransferError as failure:
+            what, peer = failure.blame
+            error = failure.__cause__ or failure
+            with suppress(RuntimeError):  # the store may have gone with the process that serves it
+                told = calls.failure(label.pass_, str(label))
+                if told is not None:
+                    raise told from error
+            raise lost(self.transport, peer, what, label, error) from error
+        except FlexCPError:
+            self._break()
+            raise
+        except RuntimeError as error:
+            self._break()
+            what, peer = self.works[0][0]
+            raise lost(self.transport, peer, what, label, error) from error
+
+    def _break(self) -> None:
+        if self.lane is not None:
+            self.lane.leave_broken()
+
+    def _needs(self) -> list[tuple[int, int]]:
+        if self.lane is not None:
+            members = dist.get_process_group_ranks(self.lane.group)
+            ranks = {dist.get_group_rank(self.transport.group, rank) for rank in members}
+        else:
+            ranks = {self.transport.group_ranks[peer] for (_, peer), _ in self.works}
+        return [(rank, self.label.tag) for rank in ranks if rank != self.transport.calls.rank]
 
 
 @dataclass(eq=False)
-class ProcessTransport(PairwiseCollectives):
+class _OnStream:
+    """Messages of NCCL: the current stream waits for them, and the host does not."""
+
+    works: Sequence[Any]
+    after: Callable[[], None]
+    kept: Sequence[Tensor]
+    """Memory that the transfers use."""
+
+    def wait(self) -> None:
+        """Makes the current stream wait, and what came be compared behind it."""
+        for work in self.works:
+            work.wait()
+        self.after()
+
+
+@dataclass(eq=False)
+class ProcessTransport:
     """How the ranks of a process group reach each other.
 
-    Ranks are counted within `members`, in the order of the mesh. The same calls serve gloo and
-    NCCL.
+    Ranks are counted within `members`, in the order of the mesh.
     """
 
     group: dist.ProcessGroup
@@ -57,32 +255,12 @@ class ProcessTransport(PairwiseCollectives):
     """Global rank of each rank of the mesh, row by row."""
     rank: int
     """This rank."""
-    moment: ClassVar[float] = 0.5
-    bytes_received: int = 0
-    """What has come so far."""
-    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int] = field(default_factory=dict)
-    _notes: list[Pending] = field(default_factory=list)
+    waiters: Waiters = field(default_factory=Waiters)
 
     @classmethod
-    def of_mesh(cls, mesh: Any) -> ProcessTransport:
-        """The transport of a DeviceMesh of one or two dimensions, or of such a part of one.
-
-        Two dimensions of three need a group that the mesh does not have yet: it is what
-        `mesh._flatten()` makes, once, so all ranks of the larger mesh have to come here together.
-        """
-        members = tuple(int(r) for r in mesh.mesh.reshape(-1).tolist())
-        if mesh.ndim == 1:
-            group = mesh.get_group()
-        elif len(members) == dist.get_world_size():
-            group = dist.group.WORLD
-        elif mesh.mesh_dim_names:
-            group = mesh._flatten().get_group()
-        else:
-            raise FlexCPError(
-                "a mesh whose dimensions have names, since it does not hold every process",
-                f"a mesh of shape {tuple(mesh.shape)} over ranks {members}",
-                "make it with init_device_mesh(..., mesh_dim_names=...), and pass a part of it",
-            )
+    def of_mesh(cls, mesh: Any) -> Self:
+        """The transport of a DeviceMesh of one or two dimensions, or of such a part of one."""
+        group, members = group_of_mesh(mesh)
         return cls(group, members, members.index(dist.get_rank()))
 
     @property
@@ -90,63 +268,133 @@ class ProcessTransport(PairwiseCollectives):
         """How many ranks."""
         return len(self.members)
 
-    @property
-    def device(self) -> torch.device:
-        """NCCL moves CUDA tensors only."""
-        return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+    @cached_property
+    def calls(self) -> ProcessCalls:
+        """What the ranks of the group do together, counted alike on all of them."""
+        return calls_of(self.group)
 
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> _InFlight:
-        """Starts the transfers of a round, and returns at once."""
-        kept = [x.detach().contiguous() for _, x in sends]
-        received = [
-            torch.empty(*shape, dtype=like.dtype, device=like.device) for _, shape in receives
-        ]
-        tag = tag_of(label)  # no message of another round matches (but NCCL knows no tags)
+    @cached_property
+    def group_ranks(self) -> tuple[int, ...]:
+        """The rank within the group of each rank of the mesh."""
+        return tuple(dist.get_group_rank(self.group, member) for member in self.members)
 
-        def operation(verb: Any, x: Tensor, peer: int) -> dist.P2POp:
-            return dist.P2POp(verb, x, self.members[peer], self.group, tag)
-
-        ops: list[tuple[str, int, Any]] = []
-        for (peer, _), buffer in zip(receives, received, strict=True):
-            ops.append(("receive", peer, operation(dist.irecv, buffer, peer)))
-        for (peer, _), x in zip(sends, kept, strict=True):
-            ops.append(("send", peer, operation(dist.isend, x, peer)))
-        self.bytes_received += sum(x.numel() * x.element_size() for x in received)
+    def exchange(self, sends: Messages, receives: Messages, *, label: RoundLabel) -> Pending:
+        """Starts the transfers of a round between pairs of ranks, and returns at once."""
         # A message without elements is not sent: both ends know that it would be empty.
-        ops = [op for op in ops if op[2].tensor.numel()]
-        works: list[Any] = []
-        if ops:
-            try:
-                works = dist.batch_isend_irecv([op for _, _, op in ops])
-            except RuntimeError as error:
-                raise self.lost(ops[0][1], "exchange", label, error) from error
-        if len(works) == 1 and len(ops) > 1:  # NCCL hands out one handle for the batch
-            named = [("exchange", ops[0][1], works[0])]
-        else:
-            named = [(what, peer, w) for (what, peer, _), w in zip(ops, works, strict=True)]
-        return _InFlight(self, named, received, kept, label)
+        sends = [(peer, x.detach()) for peer, x in sends if x.numel()]
+        receives = [(peer, x) for peer, x in receives if x.numel()]
+        calls, tag, ranks = self.calls, label.tag, self.group_ranks
+        calls.waits.begun.append(tag)
+        if not (sends or receives):
+            return _Nothing()
+        if not self.carries_tags((sends or receives)[0][1]):
+            return self._exchange_on_stream(sends, receives, label)
+        works: list[tuple[tuple[str, int], Any]] = []
+        peer = self.rank
+        try:
+            for peer, x in receives:
+                works.append((("receive", peer), self.group.recv([x], ranks[peer], tag)))
+            for peer, x in sends:
+                works.append((("send", peer), self.group.send([x], ranks[peer], tag)))
+        except RuntimeError as error:
+            raise lost(self, peer, "exchange", label, error) from error
+        return _InFlight(self, works, [x for _, x in (*sends, *receives)], label)
 
-    def lost(self, peer: int, what: str, label: MessageLabel, error: BaseException) -> FlexCPError:
-        """The error for a peer that did not answer, maybe because another rank has stopped."""
-        blamed = self._blamed(error, None if what == "exchange" else peer)
-        if self.rank in blamed:
-            return too_late(self.rank, label, error)
-        verb = {"receive": "send", "send": "take"}.get(what, "exchange")
-        who = f"rank {peer}"
-        if blamed and blamed != [peer]:
-            who, verb = names_of(blamed), "exchange"
-        return FlexCPError(
-            f"{who} to {verb} what the plan says in {label}",
-            f"no answer on rank {self.rank}: {reason_of(error)}",
-            f"look at the output of {who}: it has ended, raised, or is not in the same call",
+    def carries_tags(self, x: Tensor) -> bool:
+        """Whether messages of such tensors match by tags: gloo's do, NCCL's do not."""
+        return not x.is_cuda
+
+    def _exchange_on_stream(
+        self, sends: Messages, receives: Messages, label: RoundLabel
+    ) -> Pending:
+        digests, like = self.calls.digests, (sends or receives)[0][1]
+        own = digests.of(label, like)
+        came = own.new_empty(len(receives))
+        ops = []
+        for i, (peer, x) in enumerate(receives):
+            for y in (x, came[i : i + 1]):
+                ops.append(dist.P2POp(dist.irecv, y, self.members[peer], self.group))
+        for peer, x in sends:
+            for y in (x, own):
+                ops.append(dist.P2POp(dist.isend, y, self.members[peer], self.group))
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise lost(self, ops[0].peer, "exchange", label, error) from error
+        peers = [peer for peer, _ in receives]
+        kept = [own, *(x for _, x in (*sends, *receives))]
+        return _OnStream(works, lambda: digests.compare(came, label, peers), kept)
+
+    def all_gather(self, out: Tensor, x: Tensor, *, label: RoundLabel) -> Pending:
+        """Starts to gather tensors of one shape: out [ranks, *x.shape], by rank."""
+        flat = (out.view(-1), x.view(-1))
+        start = partial(self.start_all_gather, *flat)
+        return self._collective(range(self.world_size), flat, label, start)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        label: RoundLabel,
+    ) -> Pending:
+        """Starts to send a part of x to each of `ranks`, this one included, and to fill out."""
+        start = partial(self.start_all_to_all, out, x, list(takes), list(gives))
+        return self._collective(ranks, (out, x), label, start)
+
+    def start_all_gather(self, out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Any:
+        """Torch's handle of an all-gather."""
+        return _all_gather(out, x, group=group, async_op=True)
+
+    def start_all_to_all(
+        self, out: Tensor, x: Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup
+    ) -> Any:
+        """Torch's handle of an all-to-all."""
+        return dist.all_to_all_single(out, x, takes, gives, group=group, async_op=True)
+
+    def _collective(
+        self,
+        ranks: Sequence[int],
+        tensors: tuple[Tensor, Tensor],
+        label: RoundLabel,
+        start: Callable[[dist.ProcessGroup], Any],
+    ) -> Pending:
+        """A collective of some ranks, in the order of their lane."""
+        out, x = tensors
+        places = tuple(self.group_ranks[rank] for rank in ranks)
+        assert list(places) == sorted(places), "collectives go by the order of the group"
+        lane = self._enter_lane(places, x, label)
+        self.calls.waits.begun.append(label.tag)
+        try:
+            work = start(lane.group)
+        except RuntimeError as error:
+            raise lost(self, self.rank, "exchange", label, error) from error
+        if lane.guarded:
+            return _InFlight(self, [(("exchange", self.rank), work)], tensors, label, lane)
+        # A tiny all-gather behind it says whose rows they were.
+        digests = self.calls.digests
+        own = digests.of(label, out)
+        came = own.new_empty(len(places))
+        behind = _all_gather(came, own, group=lane.group, async_op=True)
+        return _OnStream([work, behind], lambda: digests.compare(came, label, ranks), [out, x, own])
+
+    def _enter_lane(self, ranks: tuple[int, ...], x: Tensor, label: RoundLabel) -> Lane:
+        """The lane in which some ranks of the group come to a collective; made if need be."""
+        calls, key = self.calls, (ranks, x.device.type)
+        lane: Lane | None = calls.lanes.get(key)
+        if lane is not None and lane.enter(label):
+            return lane
+        name, group = make_lane_group(
+            calls, self.group, *key, None if lane is None else lane.name, label.pass_
         )
-
-    def _blamed(self, error: BaseException, peer: int | None) -> list[int]:
-        """Ranks of the mesh that others wait for; this one, for `peer`, if that is known."""
-        if peer is not None:
-            peer = dist.get_group_rank(self.group, self.members[peer])
-        found = ranks_to_blame(self.group, error, peer)
-        everywhere = [dist.get_global_rank(self.group, rank) for rank in found]
-        return [self.members.index(rank) for rank in everywhere if rank in self.members]
+        lane = calls.lanes[key] = Lane(group, calls, name, self.carries_tags(x))
+        if not lane.enter(label):
+            raise peer_error(
+                f"all ranks to come to {label}",
+                "one that left before the others came",
+                "make the same calls in the same order on every rank",
+            )
+        return lane

@@ -8,7 +8,7 @@ rank fails, the others end too, and the first failure is what the caller sees.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.comm.collectives import PairwiseCollectives
-from flexcp.comm.interface import Pending, Receives, Sends
-from flexcp.comm.labels import CollectiveName, MessageLabel
+from flexcp.comm.board import MemoryBoard
+from flexcp.comm.calls import Calls
+from flexcp.comm.collectives import ordered_sum
+from flexcp.comm.interface import Messages
+from flexcp.comm.labels import PassLabel, RoundLabel
 from flexcp.errors import FlexCPError
 
 
@@ -72,6 +74,8 @@ class _Waiting:
 
     ready: Callable[[], bool]
     reason: Callable[[], str]
+    patient: bool
+    """Whether it waits for ever; else until nobody else can go on."""
 
 
 @dataclass(eq=False)
@@ -79,13 +83,21 @@ class World:
     """The ranks, and what is on its way between them."""
 
     size: int
-    mail: dict[tuple[int, int, MessageLabel], list[Tensor]] = field(default_factory=dict)
+    mail: dict[tuple[int, int, RoundLabel], list[Tensor]] = field(default_factory=dict)
     """Messages by source, target and label, in the order in which they were sent."""
     bytes_received: list[int] = field(default_factory=list)
     """What every rank has received so far."""
+    messages_received: list[int] = field(default_factory=list)
+    """How many messages that were."""
+    failed: set[str] = field(default_factory=set)
+    """Keys of the passes that some rank can't do."""
+    board: MemoryBoard = field(default_factory=MemoryBoard)
+    """What ranks tell each other when they do something for the first time, or can't."""
 
     def __post_init__(self) -> None:
         self.bytes_received = [0] * self.size
+        self.messages_received = [0] * self.size
+        self._threads: dict[int, int] = {}
         self._lock = threading.Lock()
         # One for each rank: a turn wakes only the thread whose turn it is.
         self._turns = [threading.Condition(self._lock) for _ in range(self.size)]
@@ -100,6 +112,7 @@ class World:
         grad = torch.is_grad_enabled()
 
         def work(rank: int) -> None:
+            self._threads[rank] = threading.get_ident()
             try:
                 self._wait_for_turn(rank)
                 with torch.set_grad_enabled(grad):
@@ -123,12 +136,28 @@ class World:
             raise self._error
         return results
 
-    def wait_until(self, rank: int, ready: Callable[[], bool], reason: Callable[[], str]) -> None:
-        """Lets others run until `ready`."""
+    def require_own_thread(self, rank: int, step: str) -> None:
+        """Raises unless the thread is the rank's own: threads take turns, one for each rank."""
+        if threading.get_ident() != self._threads[rank]:
+            raise FlexCPError(
+                f"all calls of simulated rank {rank} in thread 'rank-{rank}', which it is",
+                f"{step} in thread {threading.current_thread().name!r}",
+                "make all calls in one thread, or give every thread a mesh of its own",
+            )
+
+    def wait_until(
+        self,
+        rank: int,
+        ready: Callable[[], bool],
+        reason: Callable[[], str],
+        *,
+        patient: bool = True,
+    ) -> None:
+        """Lets others run until `ready`; or, if not patient, until nobody else can go on."""
         if ready():
             return
         with self._lock:
-            self._waiting[rank] = _Waiting(ready, reason)
+            self._waiting[rank] = _Waiting(ready, reason, patient)
             self._hand_over(rank)
         self._wait_for_turn(rank)
 
@@ -147,6 +176,11 @@ class World:
                 continue
             waiting = self._waiting.get(other)
             if waiting is None or waiting.ready():
+                self._running = other
+                self._turns[other].notify()
+                return
+        for other in order:
+            if other in self._waiting and not self._waiting[other].patient:
                 self._running = other
                 self._turns[other].notify()
                 return
@@ -181,47 +215,92 @@ class World:
                 self._hand_over(rank)
 
 
+class SimulatedCalls(Calls):
+    """The calls of one simulated rank."""
+
+    def __init__(self, rank: int, world: World) -> None:
+        super().__init__(rank, world.size, world.board)
+        self._world = world
+
+    @property
+    def thread_name(self) -> str:
+        """Nothing: every simulated rank has a thread of its own."""
+        return ""
+
+    def require_own_thread(self, step: str) -> None:
+        """Raises unless the thread is the rank's own."""
+        self._world.require_own_thread(self.rank, step)
+
+    def wait_until(
+        self, ready: Callable[[], bool], label: PassLabel, missing: Callable[[], list[int]]
+    ) -> None:
+        """Lets others run until `ready`."""
+
+        def reason() -> str:
+            ranks = " and ".join(map(str, missing()))
+            return f"rank {ranks} to send what it is about to do in {label}"
+
+        self._world.wait_until(self.rank, ready, reason)
+
+    def _mark_failed(self, key: str) -> None:
+        super()._mark_failed(key)
+        self._world.failed.add(key)
+
+    def wait_a_while(self, ready: Callable[[], bool]) -> None:
+        """Lets others run until `ready`, or until nobody else can go on."""
+        self._world.wait_until(self.rank, ready, lambda: "what others say", patient=False)
+
+
 @dataclass(eq=False)
 class _SimulatedReceives:
     """Messages that were asked for."""
 
     transport: SimulatedTransport
-    receives: list[tuple[int, tuple[int, ...]]]
-    label: MessageLabel
-    like: Tensor
+    receives: Messages
+    label: RoundLabel
 
-    def wait(self) -> list[Tensor]:
-        return [self._take(source, shape) for source, shape in self.receives]
+    def wait(self) -> None:
+        """Lets others run until all have come, or one that sends them says that it can't."""
+        for source, buffer in self.receives:
+            self._take(source, buffer)
 
-    def _take(self, source: int, shape: tuple[int, ...]) -> Tensor:
-        world, rank = self.transport.world, self.transport.rank
-        key = (source, rank, self.label)
+    def _take(self, source: int, buffer: Tensor) -> None:
+        world, rank, label = self.transport.world, self.transport.rank, self.label
+        calls, mail = self.transport.calls, world.mail
+        calls.require_own_thread(str(label))
+        key = (source, rank, label)
         world.wait_until(
             rank,
-            lambda: bool(world.mail.get(key)),
-            lambda: f"rank {source} to send in {self.label}",
+            lambda: bool(mail.get(key)) or label.pass_.key in world.failed,
+            lambda: f"rank {source} to send in {label}",
         )
-        found = world.mail[key].pop(0)
-        if not world.mail[key]:
-            del world.mail[key]
-        if tuple(found.shape) != shape or found.dtype != self.like.dtype:
+        if not mail.get(key):
+            error = calls.failure(label.pass_, str(label))
+            assert error is not None
+            raise error
+        found = mail[key].pop(0)
+        if not mail[key]:
+            del mail[key]
+        if found.shape != buffer.shape or found.dtype != buffer.dtype:
             raise FlexCPError(
-                f"{self.like.dtype} of shape {shape} from rank {source} in {self.label}",
+                f"{buffer.dtype} of shape {tuple(buffer.shape)} from rank {source} in {label}",
                 f"{found.dtype} of shape {tuple(found.shape)}",
                 "make the same plan, with tensors of the same shape and type, on every rank",
             )
+        buffer.copy_(found)
         world.bytes_received[rank] += found.numel() * found.element_size()
-        return found
+        world.messages_received[rank] += 1
 
 
 @dataclass(eq=False)
-class SimulatedTransport(PairwiseCollectives):
-    """The transport of one simulated rank."""
+class SimulatedTransport:
+    """The transport of one simulated rank: all its collectives are made of pairwise messages."""
 
     world: World
     rank: int
-    _calls: dict[tuple[CollectiveName, tuple[int, ...]], int] = field(default_factory=dict)
-    _notes: list[Pending] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.calls = SimulatedCalls(self.rank, self.world)
 
     @property
     def world_size(self) -> int:
@@ -229,15 +308,42 @@ class SimulatedTransport(PairwiseCollectives):
         return self.world.size
 
     def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
+        self, sends: Messages, receives: Messages, *, label: RoundLabel
     ) -> _SimulatedReceives:
         """Sends copies at once; what is received is fetched when it is waited for."""
+        self.calls.require_own_thread(str(label))
         for target, x in sends:
-            self._post(target, x, label)
-        wanted = [(source, tuple(shape)) for source, shape in receives]
-        return _SimulatedReceives(self, wanted, label, like)
+            if x.numel():
+                self._post(target, x, label)
+        return _SimulatedReceives(self, [(r, x) for r, x in receives if x.numel()], label)
 
-    def _post(self, target: int, x: Tensor, label: MessageLabel) -> None:
+    def all_gather(self, out: Tensor, x: Tensor, *, label: RoundLabel) -> _SimulatedReceives:
+        """Starts to gather tensors of one shape: out [ranks, *x.shape], by rank."""
+        out[self.rank].copy_(x.detach())
+        others = [r for r in range(self.world_size) if r != self.rank]
+        return self.exchange([(r, x) for r in others], [(r, out[r]) for r in others], label=label)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        label: RoundLabel,
+    ) -> _SimulatedReceives:
+        """Starts to send a part of x to each of `ranks`, this one included, and to fill out."""
+        to = dict(zip(ranks, x.detach().split(list(gives)), strict=True))
+        come = dict(zip(ranks, out.split(list(takes)), strict=True))
+        come.pop(self.rank).copy_(to.pop(self.rank))
+        return self.exchange(list(to.items()), list(come.items()), label=label)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, for code that would call `dist.all_reduce` on real ones."""
+        return ordered_sum(self, x)
+
+    def _post(self, target: int, x: Tensor, label: RoundLabel) -> None:
         if not 0 <= target < self.world_size or target == self.rank:
             raise FlexCPError(
                 f"another rank of {self.world_size} to send to", str(target), "see the schedule"

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.comm.collectives import ordered_sum
+
 
 def sum_in_place(tensors: Sequence[Tensor], mesh: Any) -> None:
     """Replaces each tensor by its sum over the ranks; one message per type and dimension."""
@@ -35,8 +37,7 @@ def replace_by_sums(tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]
 def _sum(x: Tensor, mesh: Any) -> Tensor:
     transport = getattr(mesh, "transport", None)
     if transport is not None:
-        total: Tensor = transport.all_reduce(x)
-        return total
+        return ordered_sum(transport, x)
     for axis in range(mesh.ndim):
         dist.all_reduce(x, group=mesh.get_group(axis))
     return x

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,11 +18,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flexcp.comm.agreement import Agreement
 from flexcp.comm.gather import gather_shards
 from flexcp.comm.process import ProcessTransport
 from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
 from flexcp.compat._cp_options import _cp_options, _RotateMethod
-from flexcp.compat._cp_transport import CollectiveTransport
+from flexcp.compat._cp_transport import CollectiveTransport, FunctionalTransport
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
@@ -46,6 +48,14 @@ class PlanKey:
     dtype: torch.dtype
 
 
+_COUNTS = Agreement(
+    "attend to the same sequence",
+    "a look at how many rows each rank has",
+    {},
+    "call attention over the same mesh on every rank",
+)
+
+
 @dataclass(eq=False)
 class CPGroup:
     """What is known of one process group: lives as long as the group."""
@@ -61,8 +71,11 @@ class CPGroup:
     """Layouts of each open `context_parallel`, innermost last."""
     plans: dict[PlanKey, Plan] = field(default_factory=dict)
     """The plan of each kind of call; the latest last."""
-    collectives: dict[_RotateMethod, CollectiveTransport] = field(default_factory=dict)
-    """The transport of each way for K and V to travel."""
+
+    @cached_property
+    def rounds_as_collectives(self) -> CollectiveTransport:
+        """For rounds that tools which count collectives should see."""
+        return CollectiveTransport(self.pairs)
 
     @property
     def rank(self) -> int:
@@ -81,6 +94,20 @@ class CPGroup:
         self.sharded[:] = [*known, same][-_MOST_LAYOUTS:]
         return same
 
+    def _counts(self, rows: int, device: torch.device) -> Tensor:
+        """int64 [ranks] How many rows each rank holds; every rank asks."""
+        call = self.pairs.calls.begin(_COUNTS)
+        counts = torch.full((self.size, 1), rows, device=device)
+        others = [r for r in range(self.size) if r != self.rank]
+        own = torch.full((1,), rows, device=device)
+        # Pairwise: PyTorch has no such collective, and tools that count them should see none.
+        self.pairs.exchange(
+            [(r, own) for r in others],
+            [(r, counts[r]) for r in others],
+            label=call.passing("forward").round("rows", 0),
+        ).wait()
+        return counts.view(-1).cpu()
+
     def layout_of(self, rows: int, device: torch.device, *tensors: Tensor) -> Layout:
         """The layout of a sequence of which this rank holds so many rows; every rank asks.
 
@@ -89,8 +116,10 @@ class CPGroup:
             device: Where messages have to be.
             *tensors: What is sharded; if it is what sharding gave, there is nothing to guess.
         """
-        own = torch.tensor([rows], device=device)
-        counts = torch.cat(self.pairs.all_gather(own, [[1]] * self.size)).cpu()
+        known = _only([x for x in map(self._layout_of_shard, tensors) if x is not None])
+        if known is not None and len(tensors) and int(known.counts[self.rank]) == rows:
+            return known
+        counts = self._counts(rows, device)
 
         def fitting(layouts: Iterable[Layout | None]) -> list[Layout]:
             return [x for x in layouts if x is not None and torch.equal(x.counts, counts)]
@@ -162,7 +191,7 @@ def group_of(mesh: DeviceMesh) -> CPGroup:
     process_group = mesh.get_group()
     found = _groups.get(process_group)
     if found is None:
-        found = CPGroup(mesh, ProcessTransport.of_mesh(mesh))
+        found = CPGroup(mesh, FunctionalTransport.of_mesh(mesh))
         _groups[process_group] = found
     return found
 
@@ -237,11 +266,27 @@ def unshard(x: Tensor, dim: int, layout: Layout, group: CPGroup) -> Tensor:
             f"{tuple(x.shape)}; the load balancer differs between batch "
             "elements, which must be dim 0."
         )
-    counts = layout.counts.tolist()
+    counts, calls = layout.counts.tolist(), group.pairs.calls
     if x.shape[dim] != counts[group.rank]:
-        raise FlexCPError(
+        error = FlexCPError(
             f"{counts[group.rank]} rows along dim {dim} on rank {group.rank}",
             f"shape {tuple(x.shape)}",
             "pass this rank's shard, and the load balancer that it was sharded with",
         )
-    return layout.restore(gather_shards(x, dim, counts, group.pairs), dim)
+        calls.refuse("unshard", str(error))
+        raise error
+    sizes = ["rows" if i == dim else str(n) for i, n in enumerate(x.shape)]
+    facts = {
+        "type": str(x.dtype),
+        "shape": ", ".join(sizes),
+        "load balancer": layout.fingerprint(),
+    }
+    call = calls.begin(
+        Agreement(
+            "unshard the same",
+            "unshard",
+            facts,
+            "unshard the same kind of tensor with the same load balancer on every rank",
+        )
+    )
+    return layout.restore(gather_shards(x, dim, counts, group.pairs, call), dim)

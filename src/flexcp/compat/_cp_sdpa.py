@@ -16,11 +16,7 @@ from torch.nn import functional
 from flexcp.comm import Transport
 from flexcp.compat._cp_layout import CPGroup, PlanKey, group_of
 from flexcp.compat._cp_options import _cp_options, _RotateMethod
-from flexcp.compat._cp_transport import (
-    CollectiveTransport,
-    GatheringTransport,
-    backward_in_step,
-)
+from flexcp.compat._cp_transport import CollectiveTransport, backward_in_step
 from flexcp.compat.intercept import SDPA, Interception
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
@@ -174,14 +170,9 @@ def _attend(
     plan = _plan(group, layout, query, key, is_causal)
     out = cast(Tensor, attention(query, key, value, plan, scale=scale))
     transport = plan.ranks.transport
-    ring = isinstance(transport, CollectiveTransport) and _is_ring(plan)
-    if ring and out.requires_grad:
-        out = backward_in_step(out, cast(CollectiveTransport, transport))
+    if isinstance(transport, CollectiveTransport) and out.requires_grad:
+        out = backward_in_step(out, transport)
     return out.reshape(*lead, *out.shape[-2:])
-
-
-def _is_ring(plan: Plan) -> bool:
-    return plan.schedule_of().name == "ring"
 
 
 def with_heads(x: Tensor) -> Tensor:
@@ -228,7 +219,6 @@ def _plan(group: CPGroup, layout: Layout, q: Tensor, k: Tensor, is_causal: bool)
 
 
 def _transport(group: CPGroup, layout: Layout, method: _RotateMethod) -> Transport:
-    if bool((layout.counts == 0).any()):
+    if method is not _RotateMethod.ALL_TO_ALL or bool((layout.counts == 0).any()):
         return group.pairs
-    kind = CollectiveTransport if method is _RotateMethod.ALL_TO_ALL else GatheringTransport
-    return group.collectives.setdefault(method, kind(group.pairs))
+    return group.rounds_as_collectives

@@ -1,45 +1,71 @@
-"""The rounds of a plan as collectives, so that tools which count collectives see the traffic.
+"""Transports whose traffic tools that count collectives see as PyTorch's own.
 
-A ring's round becomes one all-to-all, and gathering K and V becomes one all-gather. All ranks take
-part in every collective, so plans in which a rank has no tokens travel pairwise instead.
+Collectives are functional ones, as in PyTorch's context parallelism, and the rounds of a ring are
+all-to-alls. All ranks take part in each, so rings in which a rank has no tokens travel pairwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from flexcp.comm.agreement import Agreement
 from flexcp.comm.faults import answered
-from flexcp.comm.interface import Pending, Receives, Sends
-from flexcp.comm.labels import MessageLabel
+from flexcp.comm.interface import Messages, Pending
+from flexcp.comm.labels import RoundLabel
 from flexcp.comm.process import ProcessTransport
+from flexcp.comm.process_calls import ProcessCalls
 from flexcp.errors import FlexCPError
 
 
 @dataclass(eq=False)
-class _CollectiveReceives:
-    """A collective on its way."""
+class _RoundOnItsWay:
+    """An all-to-all that brings the messages of a round."""
+
+    pending: Pending
+    parts: Sequence[Tensor]
+    receives: Messages
+
+    def wait(self) -> None:
+        """Puts what came where it belongs."""
+        self.pending.wait()
+        for peer, buffer in self.receives:
+            buffer.copy_(self.parts[peer].view(buffer.shape))
+
+
+@dataclass(eq=False)
+class _FunctionalWork:
+    """A functional collective, whose result is put where it is wanted."""
 
     moving: Tensor
-    sizes: list[int]
-    shapes: list[Sequence[int]]
-    pairs: ProcessTransport
-    label: MessageLabel
+    out: Tensor
 
-    def wait(self) -> list[Tensor]:
-        """The received tensors, in the order of the receives."""
-        with answered(self.pairs.group, self.label):
-            whole = funcol.wait_tensor(self.moving)
-        parts = whole.split(self.sizes)
-        return [
-            part[: _elements(s)].view(*s) for part, s in zip(parts, self.shapes, strict=True) if s
-        ]
+    def wait(self, _: object = None) -> None:
+        """Returns once the result is there."""
+        with torch.no_grad():
+            self.out.copy_(torch.ops._c10d_functional.wait_tensor(self.moving))
+
+
+class FunctionalTransport(ProcessTransport):
+    """A transport whose collectives are torch's functional ones."""
+
+    def start_all_gather(self, out: Tensor, x: Tensor, group: dist.ProcessGroup) -> _FunctionalWork:
+        """A functional all-gather."""
+        size, name = group.size(), group.group_name
+        moving = torch.ops._c10d_functional.all_gather_into_tensor(x, size, name)
+        return _FunctionalWork(moving, out)
+
+    def start_all_to_all(
+        self, out: Tensor, x: Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup
+    ) -> _FunctionalWork:
+        """A functional all-to-all."""
+        moving = torch.ops._c10d_functional.all_to_all_single(x, takes, gives, group.group_name)
+        return _FunctionalWork(moving, out)
 
 
 @dataclass(eq=False)
@@ -47,8 +73,8 @@ class CollectiveTransport:
     """Rounds as collectives of torch; everything else as its pairwise transport does it."""
 
     pairs: ProcessTransport
-    backward_calls: int = field(default=0)
-    """How many backward passes have begun."""
+    backward_calls: int = 0
+    """How many backward passes have been prepared."""
 
     @property
     def rank(self) -> int:
@@ -60,80 +86,47 @@ class CollectiveTransport:
         """How many ranks."""
         return self.pairs.world_size
 
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
-    ) -> Pending:
+    @property
+    def calls(self) -> ProcessCalls:
+        """What the ranks do together, counted alike on all of them."""
+        return self.pairs.calls
+
+    def exchange(self, sends: Messages, receives: Messages, *, label: RoundLabel) -> Pending:
         """Starts the transfers of a round, and returns at once."""
         if not sends and not receives:
-            return self.pairs.exchange([], [], like=like, label=label)
-        to, came = dict(sends), dict(receives)
-        everyone = range(self.world_size)
-        empty = like.new_empty(0)
-        whole = torch.cat([to[r].detach().reshape(-1) if r in to else empty for r in everyone])
-        given = [to[r].numel() if r in to else 0 for r in everyone]
-        taken = [_elements(came[r]) if r in came else 0 for r in everyone]
-        with answered(self.pairs.group, label):
-            moving = funcol.all_to_all_single(whole, taken, given, self.pairs.group)
-        shapes = [came.get(r, ()) for r in everyone]
-        return _CollectiveReceives(moving, taken, shapes, self.pairs, label)
+            return self.pairs.exchange([], [], label=label)
+        to, come, everyone = dict(sends), dict(receives), range(self.world_size)
+        like = (sends or receives)[0][1]
+        whole = torch.cat([to[r].detach().reshape(-1) for r in everyone if r in to])
+        gives = [to[r].numel() if r in to else 0 for r in everyone]
+        takes = [come[r].numel() if r in come else 0 for r in everyone]
+        out = like.new_empty(sum(takes))
+        pending = self.pairs.all_to_all(out, whole, takes, gives, everyone, label=label)
+        return _RoundOnItsWay(pending, out.split(takes), receives)
 
-    def all_gather(self, x: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, by rank."""
-        return self.pairs.all_gather(x, shapes)
+    def all_gather(self, out: Tensor, x: Tensor, *, label: RoundLabel) -> Pending:
+        """Starts to gather tensors of one shape: out [ranks, *x.shape], by rank."""
+        return self.pairs.all_gather(out, x, label=label)
 
     def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
-    ) -> list[Tensor]:
-        """One tensor to each of `ranks`, one from each."""
-        return self.pairs.all_to_all(parts, shapes, ranks)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, added up in order of rank."""
-        return self.pairs.all_reduce(x)
-
-    def compare(self, agreement: Agreement) -> None:
-        """Raises on every rank if what the ranks are about to do differs."""
-        self.pairs.compare(agreement)
-
-    def refuse(self, why: str) -> None:
-        """Tells the ranks that compare next that this one can't do what they do."""
-        self.pairs.refuse(why)
-
-    def refusals(self, ranks: Sequence[int]) -> list[str]:
-        """Why these ranks refused."""
-        return self.pairs.refusals(ranks)
-
-    def all_agree(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
-        return self.pairs.all_agree(text)
-
-    def barrier(self) -> None:
-        """Returns once all ranks have come here."""
-        self.pairs.barrier()
-
-
-@dataclass(eq=False)
-class GatheringTransport(CollectiveTransport):
-    """Rounds as all-to-alls, except that one in which everybody gets the same is an all-gather."""
-
-    def exchange(
-        self, sends: Sends, receives: Receives, *, like: Tensor, label: MessageLabel
+        self,
+        out: Tensor,
+        x: Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        label: RoundLabel,
     ) -> Pending:
-        """Starts the transfers of a round, and returns at once."""
-        if not label.is_forward or not sends:
-            return super().exchange(sends, receives, like=like, label=label)
-        own = sends[0][1].detach().reshape(-1)
-        came = dict(receives)
-        most = max(own.numel(), *(_elements(shape) for shape in came.values()))
-        padded = torch.cat([own, own.new_zeros(most - own.numel())])
-        with answered(self.pairs.group, label):
-            moving = funcol.all_gather_single(padded, 0, self.pairs.group)
-        shapes = [came.get(r, ()) for r in range(self.world_size)]
-        return _CollectiveReceives(moving, [most] * self.world_size, shapes, self.pairs, label)
+        """Starts to send a part of x to each of `ranks`, this one included, and to fill out."""
+        return self.pairs.all_to_all(out, x, takes, gives, ranks, label=label)
 
 
 def backward_in_step(out: Tensor, transport: CollectiveTransport) -> Tensor:
-    """`out` itself; before its gradient moves anything, ranks compare which backward it is."""
+    """`out` itself; before its gradient moves anything, ranks compare which backward it is.
+
+    PyTorch's ring has one more all-to-all in its backward pass than ours needs: this is it.
+    """
     number = transport.backward_calls
     transport.backward_calls += 1
     stepped: Tensor = _InStep.apply(out, transport, number)  # type: ignore[no-untyped-call]
@@ -162,7 +155,3 @@ class _InStep(torch.autograd.Function):
                 "run the same backward passes in the same order on every rank",
             )
         return grad, None, None
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())

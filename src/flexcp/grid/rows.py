@@ -13,6 +13,7 @@ from flexcp.grid.analysis.indexing import in_parts
 from flexcp.grid.analysis.measured import MeasuredMask, measure_mask
 from flexcp.grid.grid import BlockGrid
 from flexcp.grid.planes import Planes
+from flexcp.grid.row_ranges import row_areas
 from flexcp.grid.runs import BlockKind, Runs
 from flexcp.masks import trace_mask
 
@@ -39,6 +40,12 @@ def token_areas(grid: BlockGrid, blocks: Tensor, planes: Sequence[int] | None = 
     areas = torch.zeros(len(chosen), blocks.numel(), bq, dtype=torch.int64)
     if areas.numel() == 0:
         return areas
+    by_token = row_areas(grid).planes
+    if by_token is not None:
+        rows = blocks[:, None] * bq + torch.arange(bq)
+        return torch.where(
+            rows < grid.q_len, by_token[chosen][:, rows.clamp(max=grid.q_len - 1)], 0
+        )
     inside = torch.arange(bq) < grid.q_axis.sizes[blocks][:, None]
     widths = torch.cat([torch.zeros(1, dtype=torch.int64), grid.kv_axis.sizes.cumsum(0)])
     row = (grid.q_axis.first[blocks][:, None] + torch.arange(bq))[inside]
@@ -110,7 +117,12 @@ def _areas(
 
 def areas_by_plane(grid: BlockGrid) -> Tensor:
     """int64 [planes, rows] Allowed pairs of every row of tiles, once for each pattern."""
-    return grid._plane_areas
+    by_token = row_areas(grid).planes
+    if by_token is None:
+        return grid._plane_areas
+    size = grid.block_size[0]
+    padded = torch.nn.functional.pad(by_token, (0, -grid.q_len % size))
+    return padded.view(len(grid.runs), -1, size).sum(2)
 
 
 def runs_of_rows(runs: Runs, rows: Tensor) -> tuple[Tensor, Tensor]:

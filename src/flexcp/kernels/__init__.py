@@ -3,6 +3,7 @@
 from flexcp.kernels.compiled_shapes import CompiledShapes, compiled_shapes_of
 from flexcp.kernels.interface import (
     BitTile,
+    Kernel,
     Partial,
     PartialGradients,
     Plane,
@@ -20,6 +21,7 @@ __all__ = [
     "BitTile",
     "Choice",
     "CompiledShapes",
+    "Kernel",
     "Partial",
     "PartialGradients",
     "Plane",

@@ -11,13 +11,14 @@ from flexcp.kernels.head_groups import HeadGroup, head_groups_of
 from flexcp.kernels.interface import Shapes
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
+from flexcp.kernels.triton.tiles import By, TileLists, tile_lists
 
 _SLAB_BYTES = 250
 """What a slab takes, as an object with six integers."""
 
 
 class CompiledShapes:
-    """Shapes and what calls derive from them: programs, head groups and positions on a device.
+    """Shapes and what calls derive from them: programs, tile lists, head groups, positions.
 
     >>> from flexcp.kernels.interface import causal_shapes
     >>> compiled = CompiledShapes(causal_shapes(64))
@@ -34,6 +35,7 @@ class CompiledShapes:
         self._programs: dict[tuple[int, bool], Program] = {}
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
+        self._tile_lists: dict[tuple[int, int, By, torch.device], TileLists] = {}
 
     def program(self, plane: int, *, fused: bool) -> Program:
         """What runs for the pairs of a plane, with or without fused ops for large rectangles."""
@@ -43,6 +45,19 @@ class CompiledShapes:
                 made = make_program(self.shapes.planes[plane], self.shapes.q_len, fused=fused)
             self._programs[key] = made
         return self._programs[key]
+
+    def tile_lists(self, rows: int, cols: int, by: By, device: torch.device) -> TileLists:
+        """The pairs as lists of tiles of `rows` queries and `cols` keys, on a device."""
+        key = (rows, cols, by, device)
+        found = self._tile_lists.get(key)
+        if found is None:
+            with tensors_to_keep():
+                made = tile_lists(self.shapes, rows, cols, by)
+            with outside_of_inference_mode():
+                found = made.to(device)
+            if type(found.order) is Tensor:  # nothing that a FakeTensorMode made outlives it
+                self._tile_lists[key] = found
+        return found
 
     def head_groups(self, batch: int, q_heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
         """The batch elements and heads of tensors of these sizes that run together."""
@@ -70,7 +85,8 @@ class CompiledShapes:
         """Bytes of the shapes and programs, about."""
         programs = sum(program.nbytes for program in tuple(self._programs.values()))
         positions = sum(tensor.nbytes for tensor in tuple(self._positions.values()))
-        return self._shapes_nbytes + programs + positions
+        lists = sum(lists.nbytes for lists in tuple(self._tile_lists.values()))
+        return self._shapes_nbytes + programs + positions + lists
 
 
 def compiled_shapes_of(grid: BlockGrid) -> CompiledShapes:

@@ -7,6 +7,7 @@ order of the program, so that the same call gives the same bits.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +34,67 @@ from flexcp.kernels.strips import (
     strip_backward,
     strip_forward,
 )
+
+
+@dataclass(frozen=True)
+class FlashKernel:
+    """The flash kernel behind the kernel contract."""
+
+    fused: FusedOp | None
+    """The op for large rectangles; None computes all by strips."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        max_scores: bool = False,
+        former: Partial | None = None,
+    ) -> Partial:
+        """The partial result over the pairs of `compiled`, merged into `former` if given."""
+        found = forward(
+            q, k, v, compiled, scale=scale, fused=self.fused, score_mod=score_mod,
+            max_scores=max_scores,
+        )  # fmt: skip
+        if former is None:
+            return found
+        merge_into(former.out, former.lse, found.out, found.lse)
+        return former
+
+    def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor | None:  # noqa: ARG002
+        """Nothing: fused ops work it out themselves."""
+        return None
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        grad_lse: Tensor | None = None,
+        delta: Tensor | None = None,  # noqa: ARG002
+        grad_q: Tensor | None = None,
+        grad_kv: tuple[Tensor, Tensor] | None = None,
+    ) -> PartialGradients:
+        """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
+        found = backward(
+            grad_out, q, k, v, out, lse, compiled, scale=scale,
+            fused=None if grad_lse is not None else self.fused, score_mod=score_mod,
+            grad_lse=grad_lse,
+        )  # fmt: skip
+        if grad_kv is not None:
+            found = replace(found, k=grad_kv[0].copy_(found.k), v=grad_kv[1].copy_(found.v))
+        return found if grad_q is None else replace(found, q=grad_q.add_(found.q))
 
 
 def forward(

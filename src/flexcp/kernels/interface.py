@@ -13,11 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
+
+if TYPE_CHECKING:
+    from flexcp.kernels.compiled_shapes import CompiledShapes
+    from flexcp.kernels.score import ScoreMod
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,76 @@ class PartialGradients:
     """[B, G, Lkv, Dv], of the same type."""
     captured: tuple[Tensor, ...] = ()
     """One for each tensor that the score function captures, in its order and type."""
+
+
+class Kernel(Protocol):
+    """One way to compute partial results and their gradients."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        max_scores: bool = False,
+        former: Partial | None = None,
+    ) -> Partial:
+        """The partial result over the pairs of `compiled`.
+
+        Args:
+            q: [B, H, Lq, D].
+            k: [B, G, Lkv, D].
+            v: [B, G, Lkv, Dv].
+            compiled: which pairs to compute.
+            scale: factor on the scores.
+            score_mod: a function on the scores.
+            max_scores: whether to return each row's largest score.
+            former: a result over other keys, to be merged with: its tensors then hold both.
+        """
+        ...
+
+    def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor | None:
+        """What `backward` needs of each row, if it can be worked out once for all rounds."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        grad_lse: Tensor | None = None,
+        delta: Tensor | None = None,
+        grad_q: Tensor | None = None,
+        grad_kv: tuple[Tensor, Tensor] | None = None,
+    ) -> PartialGradients:
+        """The gradients' share of the pairs of `compiled`.
+
+        Args:
+            grad_out: [B, H, Lq, Dv] gradient of the global out.
+            q: [B, H, Lq, D].
+            k: [B, G, Lkv, D].
+            v: [B, G, Lkv, Dv].
+            out: [B, H, Lq, Dv] the *global* result, over all keys that any call sees.
+            lse: [B, H, Lq] the global lse.
+            compiled: which pairs to compute.
+            scale: factor on the scores.
+            score_mod: the function on the scores.
+            grad_lse: [B, H, Lq] gradient of the global lse.
+            delta: what `delta` gave for these rows; None works it out.
+            grad_q: the queries' gradient from other keys, to be added to: it then holds both.
+            grad_kv: where to write the gradients of k and v, in any strides; new tensors if None.
+        """
+        ...
 
 
 def full_shapes(q_len: int, kv_len: int) -> Shapes:

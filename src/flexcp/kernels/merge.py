@@ -46,11 +46,10 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
 
 def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Like `merge`, leaving the result in `out` and `lse`."""
-    total = torch.logaddexp(lse, other_lse)
-    anchor = total.masked_fill(total == -torch.inf, 0.0)
-    out.mul_((lse - anchor).exp_().unsqueeze(-1))
-    out.addcmul_(other_out, (other_lse - anchor).exp_().unsqueeze(-1))
-    lse.copy_(total)
+    # The other's share of the sum of weights; where both saw nothing, -inf - -inf would be NaN.
+    share = (other_lse - lse).sigmoid_().masked_fill_(other_lse == -torch.inf, 0.0)
+    out.lerp_(other_out, share.unsqueeze_(-1))
+    torch.logaddexp(lse, other_lse, out=lse)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,28 @@ import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.fused import FUSED_OPS, FusedOp
+from flexcp.kernels.interface import Kernel
+from flexcp.kernels.triton.available import (
+    arch_of,
+    is_tested,
+    refuses,
+    require_device,
+    require_triton,
+    triton_version,
+)
+from flexcp.kernels.triton.kernel import TritonKernel
+from flexcp.kernels.triton.tuning import Tuning, names_every_kernel, tuning_for
 
 KERNELS = {
     "flash": "large rectangles on PyTorch's fused ops, the rest in strips of matrix products",
+    "triton": "Triton kernels to which the mask is data, on CUDA and ROCm",
     "scored": "strips of matrix products, with any score_mod",
     "flex": "PyTorch's compiled FlexAttention, on CUDA",
     "reference": "dense and eager, with an S x S matrix; the oracle",
 }
-"""What can be asked for by name."""
+"""What can be asked for by name; "triton" with tiles if wanted: "triton: forward=64x64 w4 s2"."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,14 @@ class Choice:
     fused: FusedOp | None
     """The op for large rectangles; None where all is computed in strips."""
     reasons: tuple[str, ...]
+    tuning: Tuning | None = None
+    """How the Triton kernels are compiled, if it is those."""
+
+    @property
+    def runs(self) -> Kernel:
+        """What computes partial results: the Triton kernels, or fused ops and strips."""
+        assert self.kernel not in ("flex", "reference"), "these return whole results alone"
+        return FlashKernel(self.fused) if self.tuning is None else TritonKernel(self.tuning)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -41,6 +62,7 @@ def choose(
     score_mod: bool = False,
     max_scores: bool = False,
     is_one_rectangle: bool = False,
+    partial: bool = False,
     kernel: str | None = None,
 ) -> Choice:
     """The kernel for a call.
@@ -51,16 +73,33 @@ def choose(
         score_mod: whether there is a function on the scores.
         max_scores: whether each row's largest score is wanted.
         is_one_rectangle: whether every query sees every key.
+        partial: whether a partial result is wanted, which compiled FlexAttention does not return.
         kernel: a kernel's name, to have that one or an error.
     """
+    kernel, wishes = (None, "") if kernel is None else _name_and_wishes(kernel)
     if kernel is not None and kernel not in KERNELS:
         raise FlexCPError(
             f"kernel to be one of {', '.join(map(repr, KERNELS))}", repr(kernel), "or leave it out"
         )
+    if partial and kernel in ("flex", "reference"):
+        raise FlexCPError(
+            "a kernel that returns partial results, which ranks and compiled graphs need",
+            f"kernel {kernel!r}",
+            "ask for 'triton', 'flash' or 'scored', or leave the kernel out",
+        )
     if kernel == "reference":
         return Choice("reference", None, ("it was asked for by name",))
-    asked = () if kernel is None else ("it was asked for by name",)
-    if kernel == "flex" or (kernel is None and q.device.type == "cuda" and not is_one_rectangle):
+    asked: tuple[str, ...] = () if kernel is None else ("it was asked for by name",)
+    on_gpu = kernel is None and q.device.type == "cuda" and not is_one_rectangle
+    if kernel == "triton":
+        _require_triton(q, v, score_mod, max_scores, wishes)
+        return _triton(q, v, wishes, asked)
+    if on_gpu and not score_mod and not max_scores:
+        why_not = _why_not_triton(q, v)
+        if why_not is None:
+            return _triton(q, v, "", ("CUDA tensors, and a mask as data",))
+        asked = (why_not,)
+    if kernel == "flex" or (on_gpu and not partial):
         _require_flex(q)
         return Choice("flex", None, (*asked, "CUDA tensors, and a mask or score_mod to compile in"))
     if kernel == "flash" and score_mod:
@@ -106,6 +145,46 @@ def explain(
             kernel=kernel,
         )
     )
+
+
+def _name_and_wishes(kernel: str) -> tuple[str, str]:
+    """A kernel's name, and what follows it: tiles, for "triton"."""
+    name, _, wishes = str(kernel).partition(":")
+    return (name.strip(), wishes.strip()) if name.strip() == "triton" else (kernel, "")
+
+
+def _triton(q: Tensor, v: Tensor, wishes: str, reasons: tuple[str, ...]) -> Choice:
+    tuning, about = tuning_for(arch_of(q.device), q.shape[-1], v.shape[-1], q.dtype, wishes)
+    version = f"Triton {triton_version()}"
+    return Choice("triton", None, (*reasons, version, *about), tuning)
+
+
+def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
+    version = triton_version()
+    if version is None:
+        return "not the Triton kernels: Triton is not installed"
+    if not is_tested(version):
+        return f"not the Triton kernels: they were not tested with Triton {version}"
+    refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
+    return None if refusal is None else f"not the Triton kernels, which need {refusal.expected}"
+
+
+def _require_triton(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, wishes: str) -> None:
+    require_triton(any_version=names_every_kernel(wishes))
+    for name, given, instead in (
+        ("score_mod", score_mod, "scored"),
+        ("max_scores", max_scores, "flash"),
+    ):
+        if given:
+            raise FlexCPError(
+                f"a kernel that takes {name}",
+                "kernel 'triton'",
+                f"ask for {instead!r}, or leave the kernel out",
+            )
+    refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
+    if refusal is not None:
+        raise refusal
+    require_device(q.device)
 
 
 def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:

@@ -7,6 +7,7 @@ is as fast as the arithmetic; otherwise it is mapped over the tile by `torch.fun
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError
+from flexcp.masks.recipe import tensor_bytes
 from flexcp.masks.trace import describe
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -42,6 +45,9 @@ class ScoreMod:
     """Whether it may be called on a whole tile at once."""
     changes_score: bool
     """Whether it changes its score argument in place."""
+    digest: str
+    """Of what it does: its steps, their numbers, and the captured tensors, as far as those are on
+    the CPU and need no gradient."""
 
     def apply(self, tile: Tensor, b_N: Tensor, h_NR: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: N803
         """The scores of a tile [N, R, T, U], modified, in a tensor of their own or in `tile`."""
@@ -111,7 +117,9 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
             f"shape {tuple(result.shape[4:])} from {describe(function)}",
             "index captured tensors in all of their dimensions, as in bias[h, q_idx, kv_idx]",
         )
-    return ScoreMod(function, tuple(watcher.captured), on_tiles, watcher.changes_score)
+    return ScoreMod(
+        function, tuple(watcher.captured), on_tiles, watcher.changes_score, watcher.digest()
+    )
 
 
 def _changes_dtype(function: ScoreFunction, expected: torch.dtype, got: torch.dtype) -> FlexCPError:
@@ -155,6 +163,8 @@ class _Watcher(TorchDispatchMode):
         self.changes_score = False
         self._touched: dict[int, Tensor] = {}
         self._made_here: dict[int, Tensor] = {}
+        self._numbers: dict[int, int] = {}
+        self._steps: list[str] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -163,10 +173,12 @@ class _Watcher(TorchDispatchMode):
     def watch(self, function: Callable[..., Any], inputs: list[Tensor]) -> object:
         """Calls `function` on `inputs`."""
         self._touched = {id(x): x for x in inputs}
+        self._numbers = {id(x): i for i, x in enumerate(inputs)}
         with torch.enable_grad(), self:
             result = function(*inputs)
         if isinstance(result, Tensor) and id(result) not in self._touched:
             self._note(result)
+        self._steps.append(f"returns {self._told(result)}")
         return result.detach() if isinstance(result, Tensor) else result
 
     def __torch_dispatch__(
@@ -188,14 +200,29 @@ class _Watcher(TorchDispatchMode):
         for x in operands:
             if id(x) not in self._touched and id(x) not in self._made_here:
                 self._note(x)
+        self._steps.append(f"{func} {self._told(args)} {self._told(sorted(kwargs.items()))}")
         result = func(*args, **kwargs)
         for made in _tensors(result):
+            self._numbers[id(made)] = len(self._numbers)
             (self._touched if touched else self._made_here)[id(made)] = made
         if touched:
             self.acts_alone &= self._alone(func, args)
             if func._schema.is_mutable:
                 self.changes_score = True
         return result
+
+    def digest(self) -> str:
+        """Equal for functions that do the same."""
+        return hashlib.sha256("\n".join(self._steps).encode()).hexdigest()[:12]
+
+    def _told(self, value: Any) -> Any:
+        """Operands without their identity: tensors made on the way are told by their number."""
+        if isinstance(value, Tensor):
+            number = self._numbers.get(id(value))
+            return content_of(value) if number is None else f"#{number}"
+        if isinstance(value, (tuple, list)):
+            return [self._told(item) for item in value]
+        return value
 
     def _note(self, x: Tensor) -> None:
         if x.requires_grad and all(x is not known for known in self.captured):
@@ -209,6 +236,36 @@ class _Watcher(TorchDispatchMode):
             integers = every and all(i.dtype != torch.bool for i in indices)
             return integers and id(table) not in self._touched
         return torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
+
+
+_contents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What captured tensors were found to hold, as of which version."""
+
+
+def content_of(x: Tensor) -> str:
+    """A captured tensor in a few words: its shape and type, and what it holds.
+
+    A tensor that is learned, or on a device that would have to be waited for, is told by its shape
+    alone. Contents are looked at once, and again if they are changed in place; of a large tensor,
+    at 65,536 places.
+
+    >>> content_of(torch.zeros(2)) == content_of(torch.ones(2))
+    False
+    """
+    told = f"{x.dtype} {tuple(x.shape)}"
+    is_plain = type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if not is_plain or x.requires_grad or x.device.type != "cpu" or torch.is_inference(x):
+        return told
+    known = _contents.get(x)
+    if known is None or known[0] != x._version:
+        flat = x.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)]
+        known = (x._version, hashlib.sha256(tensor_bytes(sample)).hexdigest()[:12])
+        _contents[x] = known
+    return f"{told} {known[1]}"
+
+
+_SAMPLE = 65536
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.analysis.axis import Axis
-from flexcp.grid.analysis.indexing import in_parts
+from flexcp.grid.analysis.indexing import in_parts, take
 from flexcp.grid.analysis.measured import measure_mask, run_mask
+from flexcp.grid.row_ranges import KeyColumn, row_ranges
 from flexcp.grid.rows import runs_of_rows
 from flexcp.layout.layout import Layout
 from flexcp.layout.row_sets import RowSets, cut, expand, row_sets, without
@@ -39,9 +40,26 @@ def rows_needed(grids: Sequence[BlockGrid], layout: Layout) -> RowSets:
                 if layout.batch_elements == 1
                 else grid.planes.of[element : element + 1]
             )
+            ranges = row_ranges(grid).planes
             for plane in torch.unique(chosen).tolist():
-                found.append(_of_plane(grid, plane, element, layout, _joined(found)))
+                if ranges is not None:
+                    found += (_of_column(column, element, layout) for column in ranges[plane])
+                else:
+                    found.append(_of_plane(grid, plane, element, layout, _joined(found)))
     return without(_joined(found), layout.owned)
+
+
+def _of_column(column: KeyColumn, element: int, layout: Layout) -> RowSets:
+    """Rows that a batch element's queries see in one range of keys each."""
+    offset = element * layout.seq_len
+    inside = torch.div(layout.start, max(layout.seq_len, 1), rounding_mode="floor") == element
+    start, stop, rank = (x[inside] for x in (layout.start, layout.stop, layout.rank))
+    edges = torch.cat([torch.zeros(1, dtype=torch.int64), column.breaks])
+    ends = torch.cat([column.breaks, torch.full((1,), layout.seq_len)])
+    which, _, begin, end = cut(start - offset, stop - offset, edges, ends)
+    return row_sets(
+        rank[which], take(column.start, begin) + offset, take(column.stop, end - 1) + offset
+    )
 
 
 def rows_in_tiles(grids: Sequence[BlockGrid], layout: Layout) -> Tensor:

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
+from flexcp.grid.row_ranges import row_areas, row_ranges
 from flexcp.grid.rows import areas_by_plane, token_areas, unlinked_neighbours
 from flexcp.layout.layout import Layout
+
+_HEAVY = 64
+"""Blocks with more work than the mean by this factor are looked at row by row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +31,22 @@ class Work:
     """The masks of the plan; all with the same blocks."""
     weights: tuple[Tensor, ...]
     """int64 [planes] per grid: how many of these batch elements and heads have each plane."""
+    per_token: int = 0
+    """Work of every row besides, in pairs."""
 
     @classmethod
     def of(
-        cls, grids: Sequence[BlockGrid], element: int | None = None, heads: range | None = None
+        cls,
+        grids: Sequence[BlockGrid],
+        element: int | None = None,
+        heads: range | None = None,
+        *,
+        pairs_per_token: int = 0,
     ) -> Work:
-        """The work of one batch element or of all together; of some heads or of all."""
+        """The work of one batch element or of all together; of some heads or of all.
+
+        `pairs_per_token` is what a token of one batch element is besides attention.
+        """
         _require_alike(grids)
         chosen = [
             g.planes.of if element is None else g.planes.of[element : element + 1] for g in grids
@@ -43,7 +57,8 @@ class Work:
             torch.bincount(of.reshape(-1), minlength=len(g.runs))
             for g, of in zip(grids, chosen, strict=True)
         )
-        return cls(tuple(grids), weights)
+        elements = 1 if element is not None else max(grid.batch for grid in grids)
+        return cls(tuple(grids), weights, pairs_per_token * elements)
 
     @property
     def planes(self) -> Iterator[tuple[BlockGrid, list[int]]]:
@@ -81,9 +96,47 @@ class Work:
         """int64 [n + 1] Pairs of all blocks before each."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.blocks.cumsum(0)])
 
-    def of_stretches(self, start: Tensor, stop: Tensor) -> Tensor:
-        """int64 Pairs of stretches of rows, exactly: cut blocks are looked at row by row."""
-        edges = torch.unique(torch.cat([start, stop]))
+    @cached_property
+    def _exact_rows(self) -> Tensor | None:
+        """int64 [S + 1] Pairs of all rows before each; None if that takes a look at the tiles."""
+        total = torch.zeros(self.seq_len + 1, dtype=torch.int64)
+        for (grid, planes), weight in zip(self.planes, self.weights, strict=True):
+            areas = row_areas(grid).planes
+            if areas is None:
+                return None
+            for plane in planes:
+                total[1:].add_(areas[plane], alpha=int(weight[plane]))
+        return total.cumsum_(0)
+
+    @cached_property
+    def before_rows(self) -> Tensor:
+        """int64 [S + 1] Work of all rows before each, that of tokens included.
+
+        Of other masks than those with row ranges it is exact at the borders of blocks, and within
+        blocks that have a seam or much of the work.
+        """
+        pairs = self._exact_rows if self._exact_rows is not None else self._rows_by_blocks()
+        return pairs + torch.arange(self.seq_len + 1) * self.per_token if self.per_token else pairs
+
+    def _rows_by_blocks(self) -> Tensor:
+        """int64 [S + 1] Pairs of all rows before each, from those of blocks."""
+        size = torch.full((self.blocks.numel(),), self.block)
+        size[-1] = self.seq_len - self.block * (size.numel() - 1)
+        rows = (self.blocks // size).repeat_interleave(size)
+        rows[size.cumsum(0) - 1] += self.blocks % size
+        seams = torch.div(self.seams, self.block, rounding_mode="floor")
+        heavy = torch.nonzero(self.blocks * _HEAVY * size.numel() > self.before[-1] * self.block)
+        fine = torch.unique(torch.cat([seams, heavy.squeeze(1)]))
+        at = fine[:, None] * self.block + torch.arange(self.block)
+        inside = at < self.seq_len
+        rows[at[inside]] = self.tokens(fine)[inside]
+        return torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
+
+    def until(self, edges: Tensor) -> Tensor:
+        """int64 Pairs of all rows before some positions, exactly."""
+        if self._exact_rows is not None:
+            return self._exact_rows[edges]
+        edges, back = torch.unique(edges, return_inverse=True)
         inner = edges[(edges % self.block != 0) & (edges < self.seq_len)]
         block = torch.div(inner, self.block, rounding_mode="floor")
         cut_blocks, place = torch.unique(block, return_inverse=True)
@@ -96,11 +149,50 @@ class Work:
         known[(edges % self.block != 0) & (edges < self.seq_len)] += ahead[
             place, inner % self.block
         ]
-        return known[torch.searchsorted(edges, stop)] - known[torch.searchsorted(edges, start)]
+        return known[back]
+
+    def of_stretches(self, start: Tensor, stop: Tensor) -> Tensor:
+        """int64 Pairs of stretches of rows, exactly: cut blocks are looked at row by row."""
+        return self.until(torch.cat([stop, start])).view(2, -1).diff(dim=0).neg()[0]
+
+    @cached_property
+    def _hull(self) -> tuple[Tensor, Tensor]:
+        """int64 [S] First key that each row sees, and the key after the last; its own is between.
+
+        Exact where row ranges are known, else to whole tiles.
+        """
+        first, last = torch.arange(self.seq_len), torch.arange(1, self.seq_len + 1)
+        for grid, planes in self.planes:
+            ranges = row_ranges(grid).planes
+            if ranges is None:
+                low, high = (
+                    x.repeat_interleave(self.block)[: self.seq_len] * self.block
+                    for x in _hull_of_tiles(grid, planes)
+                )
+                torch.minimum(first, low, out=first)
+                torch.maximum(last, high.clamp(max=self.seq_len), out=last)
+                continue
+            for column in (column for plane in planes for column in ranges[plane]):
+                torch.maximum(last, column.stop, out=last)
+                start = torch.where(column.start < column.stop, column.start, first)
+                torch.minimum(first, start, out=first)
+        return first, last
+
+    @property
+    def first_key(self) -> Tensor:
+        """int64 [S] The first key that each row sees, or the row itself."""
+        return self._hull[0]
+
+    @property
+    def last_key(self) -> Tensor:
+        """int64 [S] The key after the last that each row sees, or after the row itself."""
+        return self._hull[1]
 
     @cached_property
     def seams(self) -> Tensor:
         """int64 [n] Positions where documents begin: tokens before and after are strangers."""
+        if all(row_ranges(grid).planes is not None for grid in self.grids):
+            return _uncrossed(self.first_key, self.last_key)
         found: Tensor | None = None
         for grid, planes in self.planes:
             own = unlinked_neighbours(grid, planes)
@@ -108,6 +200,25 @@ class Work:
             found = own if found is None else found[torch.isin(found, own)]
         assert found is not None
         return found
+
+
+def _uncrossed(first: Tensor, last: Tensor) -> Tensor:
+    """int64 [n] Positions such that no row before sees one from there on, nor the other way."""
+    position = torch.arange(1, first.numel())
+    closed = (last.cummax(0).values[:-1] <= position) & (
+        first.flip(0).cummin(0).values.flip(0)[1:] >= position
+    )
+    return position[closed]
+
+
+def _hull_of_tiles(grid: BlockGrid, planes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """int64 [rows] First column of tiles, and the one after the last, of each row of tiles."""
+    rows, cols = grid.shape
+    first, last = torch.full((rows,), cols), torch.zeros(rows, dtype=torch.int64)
+    for runs in (grid.runs[plane] for plane in planes):
+        first.scatter_reduce_(0, runs.row, runs.start, "amin")
+        last.scatter_reduce_(0, runs.row, runs.stop, "amax")
+    return first, last
 
 
 def area_per_rank(

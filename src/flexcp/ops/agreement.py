@@ -36,9 +36,14 @@ class CallKind:
     sinks: bool
     gradients: bool
     """Whether a backward pass will follow."""
+    kernel: str | None = None
+    """The kernel that was asked for by name."""
 
-    def agreement(self, plan: Plan) -> Agreement:
-        """What ranks compare before the call."""
+    def agreement(self, plan: Plan, score_mod: str = "") -> Agreement:
+        """What ranks compare before the first call of the kind.
+
+        `score_mod` is a digest of what the score function does, if there is one that is known.
+        """
         batch, heads, kv_heads, d, dv, *_ = self.shape
         mask = plan.mask_name(self.mask)
         with outside_of_transforms():
@@ -58,8 +63,11 @@ class CallKind:
             "optional arguments": ", ".join(given) or "none",
             "gradients": "needed" if self.gradients else "not needed",
         }
+        if score_mod:
+            facts["what score_mod does"] = score_mod
         return Agreement(
             "make the same call of attention",
+            f"attention under mask {mask!r}" if mask else "attention",
             facts,
             "make the plan from the same mask and numbers on every rank, pass the same kind of "
             "tensors, and need gradients on all ranks or on none",

@@ -125,6 +125,7 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries over the whole sequence, with gradients.
 
@@ -142,6 +143,8 @@ def attention(
         scale: Factor on the scores; 1 / sqrt(D) by default.
         sinks: [H] logits that join each row's denominator.
         return_lse: Whether to return lse [B, H, L] as well; gradients flow through it.
+        kernel: One of `flexcp.kernels.KERNELS` that returns partial results, by name; the best for
+            the tensors by default.
 
     >>> import flexcp
     >>> from flexcp.testing import simulate
@@ -157,14 +160,20 @@ def attention(
         with tell_ranks_on_error(plan):
             scale = as_scale(scale)
             q, k, v = _checked(q, k, v, sinks)
-            op = sharded_op(q, k, v, plan, mask, score_mod, scale, sinks)
-        out, lse, *_ = differentiable(op, q, k, v, sinks)
+            op = sharded_op(q, k, v, plan, mask, score_mod, scale, sinks, kernel=kernel)
+        out, lse, *_ = differentiable(op.begin(), q, k, v, sinks)
         return (out, lse) if return_lse else out
     scale = as_scale(scale)
     q, k, v = _checked(q, k, v, sinks)
     if score_mod is None:
         gradients = needs_gradients(q, k, v, sinks)
-        out, lse = compiled_sharded_attention(q, k, v, plan, mask, scale, sinks, gradients)
+        out, lse = compiled_sharded_attention(q, k, v, plan, mask, scale, sinks, gradients, kernel)
+    elif kernel is not None:
+        raise FlexCPError(
+            "no kernel by name with a score_mod inside torch.compile, which compiles its own",
+            repr(kernel),
+            "leave it out, or call attention outside",
+        )
     else:
         gradients = needs_gradients(k, v)
         out, lse = traced_sharded_attention(q, k, v, plan, mask, score_mod, scale, sinks, gradients)

@@ -15,7 +15,9 @@ def differentiable(
     op: AttentionOp, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, ...]:
     """out, lse and the op's extras; gradients flow through the first two."""
-    found: tuple[Tensor, ...] = Attention.apply(op, q, k, v, sinks, *op.captured)  # type: ignore[no-untyped-call]
+    # What `torch.func` needs makes torch look up the function's signature in every call.
+    function = Attention if torch._C._are_functorch_transforms_active() else _EagerAttention
+    found: tuple[Tensor, ...] = function.apply(op, q, k, v, sinks, *op.captured)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -48,10 +50,29 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, sinks and the captured tensors."""
         tensors = ctx.saved_tensors  # once: a checkpoint gives them only once
-        grads: tuple[Tensor | None, ...] = AttentionGradients.apply(  # type: ignore[no-untyped-call]
-            ctx.op, ctx.outputs, ctx.has_sinks, grad_out, grad_lse, *tensors
-        )
+        given = (ctx.op, ctx.outputs, ctx.has_sinks, grad_out, grad_lse, *tensors)
+        grads: tuple[Tensor | None, ...]
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            grads = AttentionGradients.apply(*given)  # type: ignore[no-untyped-call]
+        else:
+            grads = AttentionGradients.forward(*given)
         return (None, *grads)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """`Attention`, where no transform of `torch.func` is active."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        """Runs the op, and keeps what its gradient needs."""
+        output = Attention.forward(*inputs)
+        Attention.setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, sinks and the captured tensors."""
+        return Attention.backward(ctx, *grads)
 
 
 class AttentionGradients(torch.autograd.Function):

@@ -21,7 +21,7 @@ from flexcp.masks import Mask
 from flexcp.ops.interface import AttentionOp, OutputGradients, Saved
 from flexcp.ops.local import local_op
 from flexcp.ops.mask_cache import MaskLike
-from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
+from flexcp.ops.sharded import ShardedAttention, sharded_op, tell_ranks_on_error
 from flexcp.plan import Plan
 
 
@@ -69,6 +69,7 @@ def compiled_sharded_attention(
     scale: float | None,
     sinks: Tensor | None,
     gradients: bool,
+    kernel: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse over a plan, as part of a compiled graph."""
     name = plan.mask_name(mask)
@@ -78,9 +79,9 @@ def compiled_sharded_attention(
     # A shape, and not asked whether it is 0: either would tie the graph to the number.
     each = k.shape[1] if not sizes.swaps else sizes.kv_heads
     batch = 1 if plan.layout.batch_elements > 1 else k.shape[0]
-    kept = sizes.kept.shape[0] * batch * each * (k.shape[3] + v.shape[3])
+    kept = (sizes.kept.shape[0] - 2) * batch * each * (k.shape[3] + v.shape[3])
     out, lse, *_ = _attention(
-        q, k, v, sinks, plan.graph_handle, name, scale, gradients, False, None, swapped, kept
+        q, k, v, sinks, plan.graph_handle, name, scale, gradients, False, kernel, swapped, kept
     )
     return out, lse
 
@@ -96,12 +97,14 @@ def _op_of(
     gradients: bool,
     wants_max: bool,
     kernel: str | None,
-) -> AttentionOp:
+) -> AttentionOp | ShardedAttention:
     """The op that a handle stands for."""
     owner: Any = None if handle is None else owner_of(handle, keep=True)
     if isinstance(owner, Plan):
         with tell_ranks_on_error(owner):
-            return sharded_op(q, k, v, owner, mask, None, scale, sinks, gradients=gradients)
+            return sharded_op(
+                q, k, v, owner, mask, None, scale, sinks, gradients=gradients, kernel=kernel
+            )
     assert scale is not None
     return local_op(q, k, v, owner, scale=scale, max_scores=wants_max, kernel=kernel)
 
@@ -126,7 +129,8 @@ def _attention(
     `swapped` has rows, query heads and kv heads after a swap of rows for heads, if there is one;
     `kept` is how many elements of K and V are kept; None on one device.
     """
-    op = _op_of(q, k, v, sinks, handle, mask, scale, gradients, wants_max, kernel)
+    found = _op_of(q, k, v, sinks, handle, mask, scale, gradients, wants_max, kernel)
+    op: AttentionOp = found.begin() if isinstance(found, ShardedAttention) else found
     saved = op.forward(q, k, v, sinks)
     packed = op.pack(saved)
     if kept is not None:
@@ -154,6 +158,8 @@ def _(
     found = [q.new_empty((*q.shape[:3], dv)), q.new_empty(q.shape[:3], dtype=dtype)]
     if wants_max:
         found.append(q.new_empty(q.shape[:3], dtype=dtype))
+    if kept is not None:
+        found.append(torch.empty(4, dtype=torch.int64))
     if swapped is not None:
         rows, heads, kv_heads = swapped
         found += [
@@ -182,13 +188,14 @@ def _attention_backward(
     scale: float | None,
     kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    op = _op_of(q, k, v, sinks, handle, mask, scale, True, False, kernel)
+    found = _op_of(q, k, v, sinks, handle, mask, scale, True, False, kernel)
     out, lse, *packed = outputs
+    op: AttentionOp = found.again(packed[0]) if isinstance(found, ShardedAttention) else found
     saved = Saved(q, k, v, sinks, out, lse)
     saved = Saved(q, k, v, sinks, out, lse, op.unpack(packed, saved))
-    found = op.backward(saved, OutputGradients.of(saved, grad_out, grad_lse))
-    grad_sinks = q.new_empty(0) if found.sinks is None else found.sinks.contiguous()
-    return found.q.contiguous(), found.k.contiguous(), found.v.contiguous(), grad_sinks
+    grads = op.backward(saved, OutputGradients.of(saved, grad_out, grad_lse))
+    grad_sinks = q.new_empty(0) if grads.sinks is None else grads.sinks.contiguous()
+    return grads.q.contiguous(), grads.k.contiguous(), grads.v.contiguous(), grad_sinks
 
 
 @_attention_backward.register_fake

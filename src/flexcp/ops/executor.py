@@ -2,26 +2,36 @@
 
 While a round is computed, the rows of the next one are on their way. K and V of a row travel
 together and unrepeated. Results of rounds are merged in the order of the rounds, so that the same
-run gives the same bits.
+run gives the same bits. Nothing is decided here: the program has the places of all rows, and the
+workspace a view of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Pending, RoundLabel, Transport
-from flexcp.kernels import flash
-from flexcp.kernels.fused import FusedOp
-from flexcp.kernels.merge import accumulation_dtype, merge_into
+from flexcp.comm import PassLabel, Pending, Transport
+from flexcp.eager import outside_of_inference_mode
+from flexcp.kernels.interface import Kernel, Partial
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
 from flexcp.ops.interface import OutputGradients, Saved
-from flexcp.ops.program import ElementWork, Message, RankProgram, Round, RowCopy
-from flexcp.ops.rows import ROW, KVRows, add_rows, gather_rows, joined
+from flexcp.ops.program import RankProgram
+from flexcp.ops.returns import BoundGradients, GradientReturns, bound_gradients
+from flexcp.ops.rows import BoundRound, RowKind, bound_rounds
+
+_MOST_FREE = 4
+"""Workspaces of a kind that are kept while nobody uses them: as many passes can run at a time."""
+_MOST_TIMES_OWN = 16
+"""Bytes of a workspace that is kept, over those of the own K and V: rounds of a ring take some 10,
+an all-gather as many as there are ranks, which is memory that others need between passes."""
+_MOST_KINDS = 4
+"""Kinds of rows that they are kept for, under one mask of a plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +39,137 @@ class RoundKernel:
     """How the tiles of a round are computed."""
 
     scale: float
-    fused: FusedOp | None
+    kernel: Kernel
     score_mods: tuple[ScoreMod | None, ...]
     """One for each batch element with a layout of its own, else one."""
 
-    def score_mod(self, work: ElementWork) -> ScoreMod | None:
+    def score_mod(self, b: int | None) -> ScoreMod | None:
         """The score function, which sees the batch element's own number."""
-        return self.score_mods[work.b or 0] if len(self.score_mods) > 1 else self.score_mods[0]
+        return self.score_mods[b or 0] if len(self.score_mods) > 1 else self.score_mods[0]
+
+
+@dataclass(frozen=True, eq=False)
+class PassWorkspace:
+    """The memory of one pass."""
+
+    key: tuple[Any, ...]
+    """What passes that can use it agree in."""
+    kind: RowKind
+    program: RankProgram
+    own: Tensor | None
+    """Room for own rows; None if K and V come as rows."""
+    arriving: Tensor | None
+    """Room for rows that arrive; None if they are kept, and new in each pass."""
+    staged: Tensor
+    """Room for what is gathered to be sent."""
+    gathered: Tensor
+    """Room for what is gathered to be computed against."""
+    rounds: tuple[BoundRound, ...]
+    """All rounds on this memory; none if some of it is new in each pass."""
+    gradients: BoundGradients | None
+    is_small: bool
+    """Whether it may be kept between passes."""
+
+    @classmethod
+    def of(cls, program: RankProgram, kind: RowKind, key: tuple[Any, ...]) -> PassWorkspace:
+        """Memory for a program, on the device of the rows."""
+        program = program.on(kind.device)
+        own = arriving = None
+        rounds: tuple[BoundRound, ...] = ()
+        with outside_of_inference_mode():
+            staged, gathered = (kind.empty(n) for n in (program.staged_rows, program.gathered_rows))
+            if not program.keeps:
+                arriving = kind.empty(program.arriving_rows)
+            if arriving is not None and program.own_arrive:
+                own = arriving[: program.own_rows]
+            elif not program.own_is_given:
+                own = kind.empty(program.sent_rows)
+                own[program.own_rows :].zero_()  # padding that is sent
+            if own is not None and arriving is not None:
+                rounds = bound_rounds(program, kind, own, arriving, staged, gathered)
+            gradients = bound_gradients(program, kind)
+        nbytes = sum(x.nbytes for x in (own, arriving, staged, gathered) if x is not None)
+        nbytes += 0 if gradients is None else gradients.nbytes
+        is_small = nbytes <= _MOST_TIMES_OWN * kind.nbytes(program.own_rows)
+        return cls(key, kind, program, own, arriving, staged, gathered, rounds, gradients, is_small)
+
+    def rounds_of(
+        self, k: Tensor, v: Tensor, kept: Tensor | None
+    ) -> tuple[tuple[BoundRound, ...], Tensor]:
+        """All rounds, ready to be run on K and V; and all rows that arrive.
+
+        `kept` are those of a former pass, if it kept them.
+        """
+        program, kind, own, arriving = self.program, self.kind, self.own, self.arriving
+        if arriving is None:
+            arriving = kind.empty(program.arriving_rows) if kept is None else kept
+            if program.own_arrive:
+                own = arriving[: program.own_rows]
+        given = self.found_in(k, v) if program.own_is_given else None
+        if given is not None:
+            own = given
+        else:
+            own = kind.empty(program.own_rows) if own is None else own
+            if program.own_is_read:
+                self.fill(own, k, v)
+        if own is self.own and arriving is self.arriving:
+            return self.rounds, arriving
+        return bound_rounds(program, kind, own, arriving, self.staged, self.gathered), arriving
+
+    def fill(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Puts K [B, G, L, D] and V [B, G, L, Dv] into the first rows, in one copy."""
+        if rows.shape[0] > k.shape[2] * (k.shape[0] if self.kind.by_element else 1):
+            rows = rows[: k.shape[2] * (k.shape[0] if self.kind.by_element else 1)]
+        order = (0, 2, 1, 3) if self.kind.by_element else (2, 0, 1, 3)
+        if self.kind.by_element:
+            rows = rows.view(k.shape[0], k.shape[2], *rows.shape[1:])
+        torch.cat((k.permute(order), v.permute(order)), -1, out=rows)
+
+    def found_in(self, k: Tensor, v: Tensor) -> Tensor | None:
+        """The rows that K and V are views of, if they are the halves of such, as after a swap."""
+        b, g, length = k.shape[:3]
+        width = self.kind.d + self.kind.dv
+        by_token = (length * g * width, width, g * width, 1)
+        strides = by_token if self.kind.by_element else (g * width, width, b * g * width, 1)
+        if k.stride() != strides or v.stride() != strides:
+            return None
+        if v.data_ptr() - k.data_ptr() != self.kind.d * k.element_size():
+            return None
+        if k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+            return None
+        if self.kind.by_element:
+            return k.as_strided((b * length, g, width), (g * width, width, 1))
+        return k.as_strided((length, b, g, width), (b * g * width, g * width, width, 1))
+
+
+def take_workspace(program: RankProgram, k: Tensor, v: Tensor) -> PassWorkspace:
+    """Memory for a pass over K and V; nobody else has it until it is given back."""
+    key = _key_of(k, v)
+    with program.lock:
+        free = program.free.get(key)
+        if free:
+            space: PassWorkspace = free.pop()
+            return space
+    return PassWorkspace.of(program, RowKind.of(k, v, program.by_element), key)
+
+
+def _key_of(k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What passes agree in that can use the same memory; on a GPU, the stream that orders them."""
+    device = k.device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return (k.shape, v.shape, k.dtype, device, stream)
+
+
+def give_workspace(program: RankProgram, space: PassWorkspace) -> None:
+    """Takes it back; not if the pass has failed: something may still arrive in it."""
+    if not space.is_small or type(space.staged) is not Tensor:
+        return  # nothing that a FakeTensorMode made outlives it
+    with program.lock:
+        free = program.free.setdefault(space.key, [])
+        if len(free) < _MOST_FREE:
+            free.append(space)
+        if len(program.free) > _MOST_KINDS:
+            del program.free[next(iter(program.free))]
 
 
 def run_forward(
@@ -45,36 +179,42 @@ def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: str,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    labels: PassLabel,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse) of the rank's queries over all keys, in the accumulation type.
 
-    Also the K and V that arrived in each round, if the program keeps them.
+    Also the rows that arrived, if the program keeps them.
     """
-    total: tuple[Tensor, Tensor] | None = None
-    rows = KVRows.of(k, v, program)
-    fetched = KVPrefetcher(program, transport, rows, "forward", mask)
-    for round_ in fetched:
-        keys = fetched.keys(round_)
-        for work in round_.work if q.numel() else ():
-            at = slice(None) if work.b is None else slice(work.b, work.b + 1)
-            work_k, work_v = rows.for_kernel(keys, work)
-            found = flash.forward(
-                q[at],
-                work_k,
-                work_v,
-                work.shapes,
+    if 0 in (*q.shape[:2], q.shape[3]):  # so on all ranks that this one exchanges rows with
+        return *_nothing_seen(q, v), _nothing_kept(program, k, v) if program.keeps else None
+    space = take_workspace(program, k, v)
+    rounds, arriving = space.rounds_of(k, v, None)
+    out: Tensor | None = None
+    lse = q  # until the first result
+    for round_ in fetched(rounds, transport, labels):
+        for b, keys, values, shapes in round_.work:
+            former = None
+            if b is not None:
+                if out is None:
+                    out, lse = _nothing_seen(q, v)
+                former = Partial(out.narrow(0, b, 1), lse.narrow(0, b, 1))
+            elif out is not None:
+                former = Partial(out, lse)
+            found = kernel.kernel.forward(
+                q if b is None else q.narrow(0, b, 1),
+                keys,
+                values,
+                shapes,
                 scale=kernel.scale,
-                fused=kernel.fused,
-                score_mod=kernel.score_mod(work),
+                score_mod=kernel.score_mod(b),
+                former=former,
             )
-            if work.b is None and total is None:
-                total = found.out, found.lse
-                continue
-            total = total or _nothing_seen(q, v)
-            merge_into(total[0][at], total[1][at], found.out, found.lse)
-    out, lse = total or _nothing_seen(q, v)
-    return out, lse, [x for x in fetched.buffers[1:] if x is not None]
+            if out is None:
+                out, lse = found.out, found.lse
+    give_workspace(program, space)
+    if out is None:
+        out, lse = _nothing_seen(q, v)
+    return out, lse, arriving if program.keeps else None
 
 
 def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,198 +223,96 @@ def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
 
 
+def _nothing_kept(program: RankProgram, k: Tensor, v: Tensor) -> Tensor:
+    return RowKind.of(k, v, program.by_element).empty(program.arriving_rows)
+
+
+def fetched(
+    rounds: Sequence[BoundRound], transport: Transport, labels: PassLabel
+) -> Iterator[BoundRound]:
+    """Rounds that can be computed, with the rows of the next on their way while one is."""
+    pending = _start(rounds[0], 0, transport, labels) if rounds else None
+    last = len(rounds) - 1
+    for number, round_ in enumerate(rounds):
+        if pending is not None:
+            pending.wait()
+        pending = None
+        if number < last:
+            pending = _start(rounds[number + 1], number + 1, transport, labels)
+        if round_.key_gather is not None:
+            source, index, keys = round_.key_gather
+            torch.index_select(source, 0, index, out=keys)
+        yield round_
+
+
+def _start(
+    round_: BoundRound, number: int, transport: Transport, labels: PassLabel
+) -> Pending | None:
+    """Sends the rows of a round on their way."""
+    if round_.all_gather is not None:
+        out, own = round_.all_gather
+        return transport.all_gather(out, own, label=labels.round("rows", number))
+    if not (round_.sends or round_.receives):
+        return None
+    for source, index, part in round_.gathers:
+        torch.index_select(source, 0, index, out=part)
+    return transport.exchange(round_.sends, round_.receives, label=labels.round("rows", number))
+
+
 def run_backward(
     program: RankProgram,
     transport: Transport,
     kernel: RoundKernel,
     saved: Saved,
     grads: OutputGradients,
-    kept: Sequence[Tensor] | None,
-    mask: str,
+    kept: Tensor | None,
+    labels: PassLabel,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k, v and captured tensors, from the out and lse over all keys.
 
-    `saved` and `grads` are of the rows and heads that the kernel computes. `kept` are the K and V
-    that arrived in each round of the forward pass, if they were kept.
+    `saved` and `grads` are of the rows and heads that the kernel computes. `kept` are the rows that
+    arrived in the forward pass, if they were kept. All are in the accumulation type.
     """
-    q, out, lse, grad_out, grad_lse = saved.q, saved.out, saved.lse, grads.out, grads.lse
+    q, k, v, out, lse = saved.q, saved.k, saved.v, saved.out, saved.lse
     dtype = accumulation_dtype(q.dtype)
     grad_q: Tensor | None = None
     mods = [mod for mod in kernel.score_mods if mod is not None]
     captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
-    rows = KVRows.of(saved.k, saved.v, program)
-    fetched = KVPrefetcher(program, transport, rows, "backward", mask, kept)
-    returns = GradientReturns(program, transport, rows, dtype, mask)
-    for number, round_ in enumerate(fetched):
-        keys = fetched.keys(round_)
-        piece: Tensor | None = None
-        for work in round_.work if q.numel() else ():
-            at = slice(None) if work.b is None else slice(work.b, work.b + 1)
-            work_k, work_v = rows.for_kernel(keys, work)
-            found = flash.backward(
-                grad_out[at],
-                q[at],
-                work_k,
-                work_v,
-                out[at],
-                lse[at],
-                work.shapes,
-                scale=kernel.scale,
-                fused=None if grad_lse is not None else kernel.fused,
-                score_mod=kernel.score_mod(work),
-                grad_lse=None if grad_lse is None else grad_lse[at],
-            )
-            if work.b is None and grad_q is None:
-                grad_q = found.q
-            else:
+    if 0 in (*q.shape[:2], q.shape[3]):
+        return *(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)), captured  # type: ignore[return-value]
+    space = take_workspace(program, k, v)
+    rounds, _ = space.rounds_of(k, v, kept)
+    returns = GradientReturns(space.gradients, transport, labels)
+    delta = kernel.kernel.delta(grads.out, out, grads.lse)
+    for number, round_ in enumerate(fetched(rounds, transport, labels)):
+        pieces = []
+        for b, keys, values, shapes in round_.work:
+            own = (grads.out, q, out, lse, grads.lse, delta, grad_q)
+            if b is not None:
                 grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
-                grad_q[at] += found.q
+                own = (*own[:-1], grad_q)
+                own = tuple(x if x is None else x.narrow(0, b, 1) for x in own)  # type: ignore[assignment]
+            grad_out, own_q, own_out, own_lse, grad_lse, own_delta, so_far = own
+            found = kernel.kernel.backward(
+                grad_out,
+                own_q,
+                keys,
+                values,
+                own_out,
+                own_lse,
+                shapes,
+                scale=kernel.scale,
+                score_mod=kernel.score_mod(b),
+                grad_lse=grad_lse,
+                delta=own_delta,
+                grad_q=so_far,
+            )
+            grad_q = found.q if grad_q is None else grad_q
             for total, part in zip(captured, found.captured, strict=True):
                 total += part
-            piece = rows.with_gradient(piece, keys, work, found.k, found.v)
-        if piece is None:
-            piece = keys.new_zeros(keys.shape, dtype=dtype)
-        returns.add_round(number, round_, piece)
-    grad_k, grad_v = returns.finish()
+            pieces.append(space.kind.pair_from_kernel(found.k, found.v))
+        returns.add_round(number, pieces)
+    grad_k, grad_v = space.kind.as_tokens(returns.finish())
+    give_workspace(program, space)
     grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
     return grad_q, grad_k, grad_v, captured
-
-
-class KVPrefetcher:
-    """Rounds, with the K and V of the next one on their way while one is computed.
-
-    `kept` are those of a former pass: then nothing is fetched.
-    """
-
-    def __init__(
-        self,
-        program: RankProgram,
-        transport: Transport,
-        rows: KVRows,
-        direction: Literal["forward", "backward"],
-        mask: str,
-        kept: Sequence[Tensor] | None = None,
-    ) -> None:
-        self._program, self._transport, self._rows = program, transport, rows
-        self._direction, self._mask = direction, mask
-        self.buffers: list[Tensor | None] = [rows.own, *(kept or ())]
-        """The rank's own rows, and those that arrived in each round, as long as they are needed."""
-        self._fetches = kept is None
-
-    def __iter__(self) -> Iterator[Round]:
-        rounds = self._program.rounds
-        pending = self._start(0) if rounds else None
-        for number, round_ in enumerate(rounds):
-            assert pending is not None
-            came = pending.wait()
-            if self._fetches:
-                self.buffers.append(joined(came) if came else self._rows.empty(0))
-            pending = self._start(number + 1) if number + 1 < len(rounds) else None
-            yield round_
-            self._forget(number)
-
-    def keys(self, round_: Round) -> Tensor:
-        """The rows that a round is computed against."""
-        return self._gathered(round_.copies, round_.rows)
-
-    def _start(self, number: int) -> Pending:
-        round_ = self._program.rounds[number]
-        return self._transport.exchange(
-            [(m.peer, self._gathered(m.copies, m.rows)) for m in round_.sends if m.rows],
-            [(m.peer, self._rows.shape_of(m.rows)) for m in round_.receives if m.rows],
-            like=self._rows.own,
-            label=RoundLabel(self._direction, self._mask, number),
-        )
-
-    def _gathered(self, copies: Sequence[RowCopy], rows: int) -> Tensor:
-        return gather_rows(copies, self.buffers, lambda: self._rows.empty(rows))
-
-    def _forget(self, number: int) -> None:
-        for buffer, last in enumerate(self._program.last_use):
-            if 0 < buffer <= number + 1 and last <= number and self._fetches:
-                self.buffers[buffer] = None
-
-
-class GradientReturns:
-    """Gradients of other ranks' rows on their way to their owners.
-
-    What comes for the rank's own rows is added up at once, and what has been sent is forgotten, so
-    that memory is that of a few rounds, however many ranks there are.
-    """
-
-    def __init__(
-        self,
-        program: RankProgram,
-        transport: Transport,
-        rows: KVRows,
-        dtype: torch.dtype,
-        mask: str,
-    ) -> None:
-        self._program, self._transport, self._rows = program, transport, rows
-        self._dtype, self._mask = dtype, mask
-        self._pieces: dict[int, Tensor] = {}
-        self._pending: tuple[int, Pending] | None = None
-        self._total: Tensor | None = None
-        self._last_sent = {
-            copy.buffer: number
-            for number, round_ in enumerate(program.rounds)
-            for message in round_.returns_out
-            for copy in message.copies
-        }
-
-    def add_round(self, number: int, round_: Round, piece: Tensor) -> None:
-        """Takes the gradient of a round's work, and sends off what the schedule says."""
-        self._collect()
-        self._accumulate(2 * number, piece)
-        if not (round_.returns_in or round_.returns_out):
-            return
-        sends = [(m.peer, self._gathered(m)) for m in round_.returns_out if m.rows]
-        self._pieces = {n: x for n, x in self._pieces.items() if self._last_sent[n] > number}
-        pending = self._transport.exchange(
-            sends,
-            [(m.peer, self._rows.shape_of(m.rows)) for m in round_.returns_in if m.rows],
-            like=self._rows.own,
-            label=RoundLabel("gradients", self._mask, number),
-        )
-        self._pending = (number, pending)
-
-    def _collect(self) -> None:
-        if self._pending is None:
-            return
-        number, pending = self._pending
-        came = pending.wait()
-        self._pending = None
-        if came:
-            self._accumulate(2 * number + 1, joined(came).to(self._dtype))
-
-    def _accumulate(self, number: int, piece: Tensor) -> None:
-        """Adds what is the rank's own, and keeps the piece if some of it is to be sent."""
-        for copy in self._program.own_gradients:
-            if copy.buffer != number:
-                continue
-            own = self._rows.own
-            if self._total is None and copy.takes_all_of(own.shape[ROW]):
-                self._total = piece.narrow(ROW, 0, own.shape[ROW]).clone()
-                continue
-            if self._total is None:
-                self._total = torch.zeros_like(own, dtype=self._dtype)
-            add_rows(copy, piece, self._total)
-        if number in self._last_sent:
-            self._pieces[number] = piece
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Gradients of the rank's own K and V."""
-        self._collect()
-        if self._total is None:
-            self._total = torch.zeros_like(self._rows.own, dtype=self._dtype)
-        return self._rows.split(self._total)
-
-    def _gathered(self, message: Message) -> Tensor:
-        own = self._rows.own
-        first = message.copies[0] if len(message.copies) == 1 else None
-        if first is not None and first.takes_all_of(self._pieces[first.buffer].shape[ROW]):
-            return self._pieces[first.buffer].to(own.dtype)
-        total = own.new_zeros(self._rows.shape_of(message.rows), dtype=self._dtype)
-        for copy in message.copies:
-            add_rows(copy, self._pieces[copy.buffer], total)
-        return total.to(own.dtype)

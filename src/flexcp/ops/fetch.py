@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.comm import CallLabel
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.graph_handles import owner_of, require_compiled_for
-from flexcp.ops.executor import GradientReturns, KVPrefetcher
-from flexcp.ops.program import RankPrograms, WorkFinder, rows_of_spans
-from flexcp.ops.rows import ROW, KVRows, joined, shape_of_rows
-from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
+from flexcp.ops.executor import fetched, give_workspace, take_workspace
+from flexcp.ops.places import rows_of_spans
+from flexcp.ops.program import RankProgram, Source, WorkFinder, rank_program
+from flexcp.ops.returns import GradientReturns
+from flexcp.ops.rows import bound_rounds, fetched_shape
+from flexcp.ops.sharded import sharded_op, tell_ranks_on_error, telling_ranks
 from flexcp.plan import Plan
 from flexcp.schedule import make_schedule
 
@@ -27,16 +30,15 @@ from flexcp.schedule import make_schedule
 class Fetch:
     """How one rank fetches rows, and returns their gradients."""
 
-    programs: RankPrograms
-    rows_of_round: tuple[Tensor, ...]
-    """int64 Which of the fetched rows each round of the backward program speaks of."""
-    rows: int
-    """How many are fetched, own rows included."""
+    forward: RankProgram
+    backward: RankProgram
     work: WorkFinder
     order: Tensor
-    """int64 [rows] Puts them, as they come, in the order of the sequence."""
+    """int64 [rows] Where they are, in the order of the sequence: own rows, then those that come."""
     ascending: Tensor
     """int64 [rows] Which rows of the sequence they are then."""
+    rows_of_round: tuple[Tensor, ...]
+    """int64 Which of them each round of the backward program speaks of."""
 
 
 def fetch_of(plan: Plan, mask: str) -> Fetch:
@@ -49,17 +51,27 @@ def _fetch(plan: Plan, mask: str) -> Fetch:
     rank, grid = plan.ranks.rank, plan.grids[mask]
     assert rank is not None
     schedule = make_schedule("exchange", [grid], plan.layout, keep=True)
-    came = torch.cat([rows_of_spans(step.work) for step in schedule.steps(rank, "forward")])
-    ascending, order = torch.sort(came)
-    place = torch.full((plan.layout.rows,), -1).scatter_(0, ascending, torch.arange(len(came)))
+    program = rank_program(schedule, None, rank, "forward")
+    rows = torch.cat([rows_of_spans(step.work) for step in schedule.steps(rank, "forward")])
+    found = torch.cat([_places_of(program, round_.keys) for round_ in program.rounds])
+    ascending, order = torch.sort(rows)
+    at = torch.full((plan.layout.rows,), -1).scatter_(0, ascending, torch.arange(len(rows)))
+    backward = schedule.steps(rank, "backward")
     return Fetch(
-        RankPrograms(schedule, grid, rank),
-        tuple(place[rows_of_spans(step.work)] for step in schedule.steps(rank, "backward")),
-        len(came),
+        program,
+        rank_program(schedule, None, rank, "backward"),
         WorkFinder(schedule, grid, rank, 0),
-        order,
+        found[order],
         ascending,
+        tuple(at[rows_of_spans(step.work)] for step in backward),
     )
+
+
+def _places_of(program: RankProgram, source: Source) -> Tensor:
+    """int64 Where rows are, if own rows come before those that arrive."""
+    places = source.places
+    at = torch.arange(places.rows) + places.first if places.index is None else places.index
+    return at if source.is_own else at + program.own_rows
 
 
 @torch.library.custom_op("flexcp::fetch_rows", mutates_args=())
@@ -74,21 +86,29 @@ def fetch_rows(
     gradients: bool,
     by_element: bool,
     rows: int,
-) -> Tensor:
-    """K and V of all rows that this rank's queries need, side by side."""
+) -> tuple[Tensor, Tensor]:
+    """K and V of all rows that this rank's queries need, side by side; and the call's label."""
     plan = owner_of(handle, keep=True)
     assert isinstance(plan, Plan)
     with tell_ranks_on_error(plan):
         op = sharded_op(q, k, v, plan, mask, None, scale, sinks, gradients=gradients, traced=True)
-    op.transport.compare(op.agreement)
+    call = op.begin()
+    labels = call.label.passing("forward")
     fetch = fetch_of(plan, mask)
-    program = fetch.programs.forward
-    require_compiled_for("fetched rows", rows, fetch.rows)
+    program = fetch.forward
+    require_compiled_for("fetched rows", rows, len(fetch.ascending))
     require_compiled_for("layouts by batch element (0 or 1)", by_element, program.by_element)
-    own = KVRows.of(k, v, program)
-    fetched = KVPrefetcher(program, op.transport, own, "forward", mask)
-    came = joined([fetched.keys(round_) for round_ in fetched])
-    return came.index_select(ROW, fetch.order.to(came.device))
+    space = take_workspace(program, k, v)
+    kind = space.kind
+    whole = kind.empty(program.own_rows + program.arriving_rows)
+    own, arriving = whole.split([program.own_rows, program.arriving_rows])
+    space.fill(own, k, v)
+    bound = bound_rounds(space.program, kind, own, arriving, space.staged, space.gathered)
+    with telling_ranks(op.transport, labels):
+        for _ in fetched(bound, op.transport, labels):
+            pass
+    give_workspace(program, space)
+    return whole.index_select(0, fetch.order.to(whole.device)), call.label.as_tensor()
 
 
 @fetch_rows.register_fake
@@ -103,25 +123,28 @@ def _(
     gradients: bool,  # noqa: ARG001
     by_element: bool,
     rows: int,
-) -> Tensor:
-    return k.new_empty(shape_of_rows(k, v, rows, by_element))
+) -> tuple[Tensor, Tensor]:
+    return k.new_empty(fetched_shape(k, v, rows, by_element)), torch.empty(4, dtype=torch.int64)
 
 
 @torch.library.custom_op("flexcp::return_rows", mutates_args=())
 def _return_rows(
-    gradient: Tensor, k: Tensor, v: Tensor, handle: Tensor, mask: str
+    gradient: Tensor, k: Tensor, v: Tensor, handle: Tensor, call: Tensor, mask: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of k and v, from those of the rows that were fetched."""
     plan = owner_of(handle)
     assert isinstance(plan, Plan)
     fetch, transport = fetch_of(plan, mask), plan.transport
-    program = fetch.programs.backward
-    own = KVRows.of(k, v, program)
-    returns = GradientReturns(program, transport, own, gradient.dtype, mask)
-    for number, round_ in enumerate(program.rounds):
-        index = fetch.rows_of_round[number].to(gradient.device)
-        returns.add_round(number, round_, gradient.index_select(ROW, index))
-    grad_k, grad_v = returns.finish()
+    label = CallLabel.of_tensor("attention", call)
+    labels = label.passing("backward", transport.calls.next_backward(label))
+    space, d = take_workspace(fetch.backward, k, v), k.shape[3]
+    returns = GradientReturns(space.gradients, transport, labels)
+    with telling_ranks(transport, labels):
+        for number, rows in enumerate(fetch.rows_of_round):
+            piece = gradient.index_select(0, rows.to(gradient.device))
+            returns.add_round(number, [(piece[..., :d], piece[..., d:])] if len(rows) else [])
+        grad_k, grad_v = space.kind.as_tokens(returns.finish())
+    give_workspace(fetch.backward, space)
     return grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()
 
 
@@ -131,20 +154,21 @@ def _(
     k: Tensor,
     v: Tensor,
     handle: Tensor,  # noqa: ARG001
+    call: Tensor,  # noqa: ARG001
     mask: str,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     return k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, k, v, handle, mask, *_ = inputs
-    ctx.save_for_backward(k, v, handle)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(k, v, handle, output[1])
     ctx.mask = mask
 
 
-def _backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-    k, v, handle = ctx.saved_tensors
-    grad_k, grad_v = _return_rows(gradient, k, v, handle, ctx.mask)
+def _backward(ctx: Any, gradient: Any, _: Any) -> tuple[Any, ...]:
+    grad_k, grad_v = _return_rows(gradient, *ctx.saved_tensors, ctx.mask)
     return None, grad_k, grad_v, *[None] * 7
 
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.kernels import flash
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.flex import flex_forward
-from flexcp.kernels.fused import FusedOp
-from flexcp.kernels.interface import allowed_pairs
+from flexcp.kernels.interface import Kernel, allowed_pairs
 from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
 from flexcp.kernels.reference import dense_attention
 from flexcp.kernels.registry import choose
@@ -31,8 +29,7 @@ class LocalAttention:
     shapes: CompiledShapes
     """Which pairs attend."""
     scale: float
-    fused: FusedOp | None
-    """The op for large rectangles; None computes all in strips."""
+    kernel: Kernel
     score_mod: ScoreMod | None = None
     max_scores: bool = False
     """Whether each row's largest score is wanted: then it is the one extra."""
@@ -48,13 +45,12 @@ class LocalAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
         """The result over all keys, sinks included."""
         with torch.autocast(q.device.type, enabled=False):
-            found = flash.forward(
+            found = self.kernel.forward(
                 q,
                 k,
                 v,
                 self.shapes,
                 scale=self.scale,
-                fused=self.fused,
                 score_mod=self.score_mod,
                 max_scores=self.max_scores,
             )
@@ -68,7 +64,7 @@ class LocalAttention:
         """Gradients of everything, from the saved out and lse."""
         q, k, v, sinks = saved.q, saved.k, saved.v, saved.sinks
         with torch.autocast(q.device.type, enabled=False):
-            found = flash.backward(
+            found = self.kernel.backward(
                 grads.out,
                 q,
                 k,
@@ -77,7 +73,6 @@ class LocalAttention:
                 saved.lse,
                 self.shapes,
                 scale=self.scale,
-                fused=None if grads.lse is not None else self.fused,
                 score_mod=self.score_mod,
                 grad_lse=grads.lse,
             )
@@ -111,6 +106,8 @@ def local_attention(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and, if wanted, the largest scores, by the kernel that suits the tensors best."""
     positions = None if score_mod is None else positions_of(mask, q.device)
+    if kernel is None and options and mask is not None and q.device.type == "cuda":
+        kernel = "flex"  # tuning options of torch's own kernels are for these
     choice = choose(
         q,
         v,
@@ -144,7 +141,7 @@ def local_attention(
     mod = None
     if score_mod is not None:
         mod = examine(score_mod, accumulation_dtype(q.dtype), q.device)
-    op = LocalAttention(shapes, scale, choice.fused, mod, max_scores)
+    op = LocalAttention(shapes, scale, choice.runs, mod, max_scores)
     out, lse, *extras = differentiable(op, q, k, v, sinks)
     return out, lse, extras[0] if extras else None
 
@@ -160,10 +157,17 @@ def local_op(
     kernel: str | None,
 ) -> LocalAttention:
     """The op of a call without a score function, as a compiled graph runs it."""
-    # Not "flex", the default on CUDA: it would have to be compiled into the graph by itself.
-    choice = choose(q, v, max_scores=max_scores, kernel="flash" if kernel is None else kernel)
+    # Not "flex": it would have to be compiled into the graph by itself.
+    choice = choose(
+        q,
+        v,
+        max_scores=max_scores,
+        is_one_rectangle=mask is None,
+        partial=True,
+        kernel=kernel,
+    )
     return LocalAttention(
-        compiled_shapes_for(mask, q, k), scale, choice.fused, max_scores=max_scores
+        compiled_shapes_for(mask, q, k), scale, choice.runs, max_scores=max_scores
     )
 
 

@@ -1,16 +1,18 @@
-"""RankProgram: one rank's part of a schedule, with every row turned into an index.
+"""RankProgram: one rank's part of a schedule, with every row turned into a place in memory.
 
-A schedule speaks of rows of the whole sequence. A rank holds rows in buffers: its own, and those
-that arrive in each round. Here every message and every piece of work is worked out once, as copies
-of rows out of buffers, so that running it is nothing but copying, sending and computing.
+A schedule speaks of rows of the whole sequence. A rank holds rows in two tensors: its own, and
+those that arrive. Here it is worked out, once, where each message lands, which rows each message
+and each round's work consist of, and when a place is free again, so that running it is nothing but
+copying, sending and computing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from threading import Lock
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,54 +22,21 @@ from flexcp.grid import BlockGrid
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.key_ranges import key_ranges_of
 from flexcp.kernels.shapes import shapes_from_ranges
+from flexcp.ops.gradient_program import GradientProgram, gradient_program
+from flexcp.ops.places import Places, arranged, rows_of_spans
 from flexcp.schedule import Schedule
 from flexcp.schedule.tables import Step
 
-Spans = Sequence[tuple[int, int]]
-
-_SHORT_RUN = 16
-"""Runs of rows that are shorter than this, on average, are moved row by row."""
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, eq=False)
-class RowCopy:
-    """Some rows out of one buffer, to be put at some places of the result."""
+class Source:
+    """Rows to be read: places of the own rows, or of those that arrived."""
 
-    buffer: int
-    """Which buffer: 0 are the own rows, i + 1 those that arrive in round i."""
-    source: Tensor
-    """int64 [n] Which rows of the buffer; at least one."""
-    place: Tensor
-    """int64 [n] Where they go."""
-
-    @cached_property
-    def runs(self) -> tuple[tuple[int, int, int], ...] | None:
-        """Consecutive rows that go to consecutive places: (first row, first place, how many).
-
-        None if there are so many that it is cheaper to move the rows one by one.
-        """
-        breaks = (self.source.diff() != 1) | (self.place.diff() != 1)
-        first = torch.cat([torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1])
-        if first.numel() * _SHORT_RUN > self.source.numel() and first.numel() > 1:
-            return None
-        lengths = torch.cat([first[1:], torch.tensor([self.source.numel()])]) - first
-        table = torch.stack([self.source[first], self.place[first], lengths], dim=1)
-        return tuple((row, place, rows) for row, place, rows in table.tolist())
-
-    def takes_all_of(self, rows: int) -> bool:
-        """Whether these are all of so many rows, as they are."""
-        return self.runs == ((0, 0, rows),)
-
-
-@dataclass(frozen=True, eq=False)
-class Message:
-    """Rows to or from a peer."""
-
-    peer: int
-    rows: int
-    """How many."""
-    copies: tuple[RowCopy, ...] = ()
-    """Where they are taken from, if they are sent."""
+    is_own: bool
+    """Whether they are places among the own rows."""
+    places: Places
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +45,10 @@ class ElementWork:
 
     b: int | None
     """Which batch element; None for all."""
-    keys: Tensor
-    """int64 [n] Which of the round's rows are its keys."""
+    first: int
+    """The first of the round's rows that is its key."""
+    rows: int
+    """How many rows, from there on, are its keys."""
     shapes: CompiledShapes
     """What to compute, in rows of its queries and keys."""
 
@@ -86,34 +57,88 @@ class ElementWork:
 class Round:
     """What a rank does in one round."""
 
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
-    rows: int
+    receives: tuple[tuple[int, Places], ...]
+    """From whom, and where to among the rows that arrive."""
+    sends: tuple[tuple[int, Source], ...]
+    """To whom, and what."""
+    gathers_all: bool
+    """Whether instead all ranks' own rows are gathered, padded, into all rows that arrive."""
+    keys: Source
     """Rows of K and V that are computed against."""
-    copies: tuple[RowCopy, ...]
-    """Where they are."""
     work: tuple[ElementWork, ...]
     """What is computed."""
-    returns_in: tuple[Message, ...]
-    """Gradients that come after the work."""
-    returns_out: tuple[Message, ...]
-    """Gradients that leave after the work; buffers are here pieces of gradient, see below."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankProgram:
-    """One direction of one rank.
-
-    In the backward pass gradients come in pieces: 2 * i is that of the work of round i, 2 * i + 1
-    what was returned in round i. `own_gradients` says which rows of which pieces are its own.
-    """
+    """One direction of one rank."""
 
     rounds: tuple[Round, ...]
-    own_gradients: tuple[RowCopy, ...]
+    ranks: int
+    """How many take part."""
+    own_rows: int
+    """Rows of K and V that are the rank's own."""
+    sent_rows: int
+    """Room for its own rows; more than there are if all ranks' parts are padded to the longest."""
+    arriving_rows: int
+    """Room for rows that arrive, in which a place serves several rounds."""
+    own_is_given: bool
+    """Whether K and V come as rows, as after a swap: then no room is kept for own rows."""
+    own_is_read: bool
+    """Whether own rows are needed, beside those that arrive or were kept."""
+    own_arrive: bool
+    """Whether own rows are put first among those that arrive, since they are read together."""
+    keeps: bool
+    """Whether all that arrives stays, for another pass."""
     by_element: bool
     """Whether batch elements have layouts of their own, and rows are tokens of one element."""
-    last_use: tuple[int, ...]
-    """The round after which each buffer is not needed any more."""
+    gradients: GradientProgram | None
+    """What becomes of the gradients of K and V; None in the forward pass."""
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    """Where its indices are."""
+    free: dict[Any, list[Any]] = field(default_factory=dict, repr=False)
+    """Workspaces of passes that have ended, by kind of rows; the executor bounds them."""
+    lock: Lock = field(default_factory=Lock, repr=False)
+    """Guards them: threads may share a program."""
+    _on: dict[torch.device, RankProgram] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def staged_rows(self) -> int:
+        """Room for rows that have to be gathered to be sent, of one round."""
+        return max(
+            (
+                sum(source.places.rows for _, source in r.sends if source.places.index is not None)
+                for r in self.rounds
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def gathered_rows(self) -> int:
+        """Room for rows that have to be gathered to be computed against, of one round."""
+        return max(
+            (r.keys.places.rows for r in self.rounds if r.keys.places.index is not None), default=0
+        )
+
+    def on(self, device: torch.device) -> RankProgram:
+        """The program with its indices on a device, where they are put once."""
+        if device == self.device:
+            return self
+        found = self._on.get(device)
+        if found is None:
+            rounds = tuple(_round_on(round_, device) for round_ in self.rounds)
+            gradients = None if self.gradients is None else self.gradients.on(device)
+            made = replace(self, rounds=rounds, gradients=gradients, device=device, _on={})
+            found = self._on.setdefault(device, made)
+        return found
+
+
+def _round_on(round_: Round, device: torch.device) -> Round:
+    def moved(source: Source) -> Source:
+        return Source(source.is_own, source.places.on(device))
+
+    sends = tuple((peer, moved(source)) for peer, source in round_.sends)
+    return replace(round_, sends=sends, keys=moved(round_.keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,36 +164,150 @@ class RankPrograms:
 
 @run_eagerly_on_cpu
 def rank_program(
-    schedule: Schedule, grid: BlockGrid, rank: int, direction: Literal["forward", "backward"]
+    schedule: Schedule, grid: BlockGrid | None, rank: int, direction: Direction
 ) -> RankProgram:
-    """What one rank does in every round of one pass."""
+    """What one rank does in every round of one pass; without a grid, it only moves rows."""
     group, place = schedule.group_of(rank)
     own = schedule.groups.rows_of(group)
-    forward = schedule.steps(rank, "forward")
-    steps = forward if direction == "forward" else schedule.steps(rank, "backward")
-    keeps = direction == "backward" and schedule.keeps_kv
-    arrivals = forward if keeps else steps
-    buffers = [own, *(_rows_of_messages(step.receives) for step in arrivals)]
-    work = WorkFinder(schedule, grid, group, place)
-    rounds = []
-    for i, step in enumerate(steps):
-        known = buffers if keeps else buffers[: i + 2]
-        before = buffers if keeps else buffers[: i + 1]
-        rows = rows_of_spans(step.work)
-        rounds.append(
-            Round(
-                tuple(Message(p, rows_of_spans(s).numel()) for p, s in step.receives),
-                tuple(_message(p, rows_of_spans(s), before) for p, s in step.sends),
-                rows.numel(),
-                _copies(rows, known),
-                work.of(rows),
-                (),
-                (),
-            )
+    steps = schedule.steps(rank, direction)
+    kept = direction == "backward" and schedule.keeps_kv
+    arrivals = schedule.steps(rank, "forward") if kept else steps
+    if schedule.gathers_all:
+        buffers = [own, _gathered_from_all(schedule)]
+    else:
+        buffers = [own, *(_rows_of_messages(step.receives) for step in arrivals)]
+    rows = [rows_of_spans(step.work) for step in steps]
+    work: list[tuple[ElementWork, ...]] = [()] * len(steps)
+    pieces = [[(0, x.numel())] if x.numel() else [] for x in rows]
+    if grid is not None:
+        finder = WorkFinder(schedule, grid, group, place)
+        work = [finder.of(x) for x in rows]
+        pieces = [[(w.first, w.rows) for w in found] for found in work]
+    memory = _Memory(steps, buffers, kept=kept, keeps=schedule.keeps_kv, all_=schedule.gathers_all)
+    rounds = [Round(*memory.transfers(i), memory.keys(i), found) for i, found in enumerate(work)]
+    gradients = None
+    if direction == "backward":
+        gradients = gradient_program(schedule, rank, steps, own, pieces)
+    by_element = schedule.groups.batch_elements > 1
+    padded = schedule.longest_part if schedule.gathers_all else own.numel()
+    return RankProgram(
+        tuple(rounds),
+        schedule.ranks,
+        own.numel(),
+        padded,
+        memory.rows,
+        schedule.heads_group_size > 1 and not (memory.own_arrive or by_element),
+        (memory.own_is_read and not (kept and memory.own_arrive))
+        or (schedule.gathers_all and not kept),
+        memory.own_arrive,
+        schedule.keeps_kv,
+        by_element,
+        gradients,
+    )
+
+
+class _Memory:
+    """Where the rows of each round are: found first by buffer, then as places.
+
+    Buffer 0 are the own rows, buffer i + 1 those that arrive in round i. Rows that arrive in round
+    i land from its start on, which is when round i - 1 begins to be computed. So a place is free
+    for round m once what was in it has been computed against in round m - 2, and sent in m - 1.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        buffers: Sequence[Tensor],
+        *,
+        kept: bool,
+        keeps: bool,
+        all_: bool,
+    ) -> None:
+        self._steps = steps
+        self._receives = () if kept else [step.receives for step in steps]
+        self._all = all_ and not kept
+        self._keys, self._sends = [], []
+        for i, step in enumerate(steps):
+            known = buffers if kept else buffers[: i + 2]
+            before = buffers if kept else buffers[: i + 1]
+            self._keys.append(_found(rows_of_spans(step.work), known))
+            messages = () if all_ else step.sends
+            self._sends.append([(p, _found(rows_of_spans(s), before)) for p, s in messages])
+        self.own_arrive = any(
+            bool((held[0] == 0).any()) and bool((held[0] > 0).any()) for held in self._used()
         )
-    rounds, own_gradients = _with_returns(rounds, steps, own)
-    last_use = _last_use(rounds, len(buffers), schedule.keeps_kv)
-    return RankProgram(tuple(rounds), own_gradients, schedule.groups.batch_elements > 1, last_use)
+        self.own_is_read = any(bool((held[0] == 0).any()) for held in self._used())
+        sizes = [x.numel() for x in buffers]
+        until = [len(steps) + 2 if keeps else i + 1 for i in range(len(buffers))]
+        for i in range(len(steps)):
+            for which in self._keys[i][0].unique().tolist():
+                until[which] = max(until[which], i + 2)
+            for _, held in self._sends[i]:
+                for which in held[0].unique().tolist():
+                    until[which] = max(until[which], i + 1)
+        born = [max(0, i - 1) for i in range(len(buffers))]
+        if self.own_arrive:
+            until[0] = len(steps) + 2
+        else:
+            sizes[0] = 0
+        offsets, self.rows = arranged(sizes, born, until)
+        self._offsets = torch.tensor(offsets)
+
+    def _used(self) -> list[tuple[Tensor, Tensor]]:
+        return [*self._keys, *(held for sends in self._sends for _, held in sends)]
+
+    def transfers(
+        self, i: int
+    ) -> tuple[tuple[tuple[int, Places], ...], tuple[tuple[int, Source], ...], bool]:
+        """What round i receives, sends, and whether it is an all-gather instead."""
+        if self._all:
+            return (), (), True
+        receives = []
+        at = int(self._offsets[i + 1]) if self._receives else 0
+        for peer, spans in self._receives[i] if self._receives else ():
+            rows = sum(stop - start for start, stop in spans)
+            if rows:
+                receives.append((peer, Places(at, rows)))
+            at += rows
+        sends = ((peer, self._source(held)) for peer, held in self._sends[i])
+        return tuple(receives), tuple((p, s) for p, s in sends if s.places.rows), False
+
+    def keys(self, i: int) -> Source:
+        """What round i computes against."""
+        return self._source(self._keys[i])
+
+    def _source(self, held: tuple[Tensor, Tensor]) -> Source:
+        buffer, row = held
+        is_own = not self.own_arrive and not bool((buffer > 0).any())
+        return Source(is_own, Places.of(row if is_own else self._offsets[buffer] + row))
+
+
+def _gathered_from_all(schedule: Schedule) -> Tensor:
+    """int64 Rows in the order of an all-gather of padded parts; -1 for padding."""
+    found = torch.full((schedule.ranks, schedule.longest_part), -1)
+    for rank in range(schedule.ranks):
+        rows = schedule.groups.rows_of(rank)
+        found[rank, : rows.numel()] = rows
+    return found.flatten()
+
+
+def _found(rows: Tensor, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """int64 [n] Where each row is, in the latest buffer that holds it: which one, and its row."""
+    buffer, row = torch.full_like(rows, -1), torch.zeros_like(rows)
+    for number in reversed(range(len(buffers))):
+        held, order = torch.sort(buffers[number])
+        if held.numel() == 0:
+            continue
+        at = torch.searchsorted(held, rows).clamp(max=held.numel() - 1)
+        new = (held[at] == rows) & (buffer < 0)
+        buffer[new] = number
+        row[new] = order[at[new]]
+    assert not bool((buffer < 0).any()), "a schedule uses rows that have not arrived"
+    return buffer, row
+
+
+def _rows_of_messages(messages: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Tensor:
+    return torch.cat([*(rows_of_spans(s) for _, s in messages), torch.zeros(0, dtype=torch.int64)])
 
 
 class WorkFinder:
@@ -185,21 +324,23 @@ class WorkFinder:
         self._ranges = [key_ranges_of(g) for g in self._grids]
 
     def of(self, rows: Tensor) -> tuple[ElementWork, ...]:
-        """What the rank computes against these rows."""
+        """What the rank computes against these rows, which ascend."""
+        bounds = torch.arange(self._elements + 1) * self._seq_len
+        ends = torch.searchsorted(rows, bounds).tolist()
         found = []
         for b in range(self._elements):
-            inside = torch.nonzero(torch.div(rows, self._seq_len, rounding_mode="floor") == b)[:, 0]
-            if inside.numel() == 0 or self._q[b].numel() == 0:
+            first, last = ends[b], ends[b + 1]
+            if first == last or self._q[b].numel() == 0:
                 continue
             shapes = shapes_from_ranges(
                 self._ranges[b],
                 self._grids[b],
                 q_positions=self._q[b],
-                kv_positions=rows[inside] - b * self._seq_len,
+                kv_positions=rows[first:last] - b * self._seq_len,
             )
             if any(plane.slabs or plane.tiles for plane in shapes.planes):
                 element = None if self._elements == 1 else b
-                found.append(ElementWork(element, inside, CompiledShapes(shapes)))
+                found.append(ElementWork(element, first, last - first, CompiledShapes(shapes)))
         return tuple(found)
 
 
@@ -215,84 +356,3 @@ def _of_heads(grid: BlockGrid, heads: range) -> BlockGrid:
         return grid
     of = grid.planes.of[:, heads.start : heads.stop]
     return replace(grid, planes=replace(grid.planes, of=of))
-
-
-def _with_returns(
-    rounds: list[Round], steps: Sequence[Step], own: Tensor
-) -> tuple[list[Round], tuple[RowCopy, ...]]:
-    """Adds where returned gradients are gathered from; what is sent leaves its piece."""
-    pieces: dict[int, Tensor] = {}
-    alive: dict[int, Tensor] = {}
-    done = []
-    for i, (round_, step) in enumerate(zip(rounds, steps, strict=True)):
-        pieces[2 * i] = rows_of_spans(step.work)
-        alive[2 * i] = torch.ones(pieces[2 * i].numel(), dtype=torch.bool)
-        out = []
-        for peer, spans in step.returns_out:
-            rows = rows_of_spans(spans)
-            copies = _gathered(rows, pieces, alive)
-            out.append(Message(peer, rows.numel(), copies))
-            for copy in copies:
-                alive[copy.buffer][copy.source] = False
-        pieces[2 * i + 1] = _rows_of_messages(step.returns_in)
-        alive[2 * i + 1] = torch.ones(pieces[2 * i + 1].numel(), dtype=torch.bool)
-        back = tuple(Message(p, rows_of_spans(s).numel()) for p, s in step.returns_in)
-        done.append(replace(round_, returns_in=back, returns_out=tuple(out)))
-    return done, _gathered(own, pieces, alive)
-
-
-def _gathered(
-    rows: Tensor, pieces: dict[int, Tensor], alive: dict[int, Tensor]
-) -> tuple[RowCopy, ...]:
-    """Everything that the pieces hold of some rows."""
-    order = torch.argsort(rows)
-    ascending = rows[order]
-    found = []
-    for name, held in pieces.items():
-        at = torch.searchsorted(ascending, held).clamp(max=max(rows.numel() - 1, 0))
-        if rows.numel() == 0 or held.numel() == 0:
-            continue
-        source = torch.nonzero((ascending[at] == held) & alive[name])[:, 0]
-        if source.numel():
-            found.append(RowCopy(name, source, order[at[source]]))
-    return tuple(found)
-
-
-def _message(peer: int, rows: Tensor, buffers: Sequence[Tensor]) -> Message:
-    return Message(peer, rows.numel(), _copies(rows, buffers))
-
-
-def _copies(rows: Tensor, buffers: Sequence[Tensor]) -> tuple[RowCopy, ...]:
-    """Where each row is: in the latest buffer that holds it."""
-    missing = torch.ones(rows.numel(), dtype=torch.bool)
-    found = []
-    for number in reversed(range(len(buffers))):
-        held, order = torch.sort(buffers[number])
-        if held.numel() == 0:
-            continue
-        at = torch.searchsorted(held, rows).clamp(max=held.numel() - 1)
-        place = torch.nonzero((held[at] == rows) & missing)[:, 0]
-        if place.numel():
-            found.append(RowCopy(number, order[at[place]], place))
-            missing[place] = False
-    assert not bool(missing.any()), "a schedule uses rows that have not arrived"
-    return tuple(found)
-
-
-def _last_use(rounds: Sequence[Round], buffers: int, keeps: bool) -> tuple[int, ...]:
-    last = [len(rounds) if keeps else -1] * buffers
-    for i, round_ in enumerate(rounds):
-        users = [*round_.copies, *(c for m in round_.sends for c in m.copies)]
-        for copy in users:
-            last[copy.buffer] = max(last[copy.buffer], i)
-    return tuple(last)
-
-
-def rows_of_spans(spans: Spans) -> Tensor:
-    """int64 The rows of some (start, stop) pairs."""
-    parts = [torch.arange(a, b) for a, b in spans]
-    return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)])
-
-
-def _rows_of_messages(messages: Sequence[tuple[int, Spans]]) -> Tensor:
-    return torch.cat([*(rows_of_spans(s) for _, s in messages), torch.zeros(0, dtype=torch.int64)])

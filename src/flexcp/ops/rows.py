@@ -1,122 +1,150 @@
-"""Rows of K and V as they are gathered, sent, computed against and kept: side by side, by head.
+"""Rows of K and V as they are sent, kept and computed against: K and V of a token are one row.
 
-The rows of a head stand together, so that what arrives is what the kernel reads: nothing is turned
-around on the way.
+A tensor of rows is contiguous and has its rows first, [R, B, G, D + Dv], or [R, G, D + Dv] if batch
+elements have layouts of their own and a row is a token of one element. So rows that stand side by
+side are a message as they are, what arrives stands where it is needed, and kernels get strided
+views of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from flexcp.ops.program import ElementWork, RankProgram, RowCopy
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.ops.program import RankProgram, Round, Source
 
-ROW = -2
-"""The dim of the rows, in all tensors of rows."""
+Gather = tuple[Tensor, Tensor, Tensor]
+"""Rows of the first tensor at the places of the second, to be put into the third."""
+Messages = tuple[tuple[int, Tensor], ...]
+"""Peers, and contiguous tensors."""
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What the rows of a call look like."""
+
+    batch: int
+    heads: int
+    """Key-value heads."""
+    d: int
+    dv: int
+    by_element: bool
+    """Whether a row is a token of one batch element."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, by_element: bool) -> RowKind:
+        """The kind of K [B, G, L, D] and V [B, G, L, Dv]."""
+        b, g, _, d = k.shape
+        return cls(b, g, d, v.shape[3], by_element, k.dtype, k.device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        width = self.d + self.dv
+        return (self.heads, width) if self.by_element else (self.batch, self.heads, width)
+
+    def empty(self, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Room for some rows."""
+        return torch.empty((rows, *self.shape), dtype=dtype or self.dtype, device=self.device)
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes that some rows take."""
+        return rows * prod(self.shape) * self.dtype.itemsize
+
+    def for_kernel(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K [B, G, n, D] and V [B, G, n, Dv], as views."""
+        both = rows.permute(1, 0, 2)[None] if self.by_element else rows.permute(1, 2, 0, 3)
+        return both[..., : self.d], both[..., self.d :]
+
+    def pair_from_kernel(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of `for_kernel`'s results with their rows first: [n, ..., D], [n, ..., Dv]."""
+        if self.by_element:
+            return k[0].transpose(0, 1), v[0].transpose(0, 1)
+        return k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
+
+    def as_tokens(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K [B, G, L, D] and V [B, G, L, Dv] of all own rows, as views."""
+        if self.by_element:
+            both = rows.unflatten(0, (self.batch, -1)).permute(0, 2, 1, 3)
+        else:
+            both = rows.permute(1, 2, 0, 3)
+        return both[..., : self.d], both[..., self.d :]
 
 
 @dataclass(frozen=True, eq=False)
-class KVRows:
-    """K and V of a rank's own tokens as one tensor."""
+class BoundRound:
+    """A round, with tensors in place of places."""
 
-    own: Tensor
-    """[B, G, L, D + Dv], or [G, B * L, D + Dv] if batch elements have layouts of their own."""
-    shape: tuple[int, int, int, int, int]
-    """B, G, L, D, Dv."""
-    by_element: bool
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, program: RankProgram) -> KVRows:
-        """K [B, G, L, D] and V [B, G, L, Dv], side by side."""
-        both = torch.cat([k, v], dim=-1)
-        b, g, length = k.shape[:3]
-        own = both.transpose(0, 1).flatten(1, 2) if program.by_element else both
-        return cls(own.contiguous(), (b, g, length, k.shape[3], v.shape[3]), program.by_element)
-
-    def shape_of(self, rows: int) -> tuple[int, ...]:
-        """The shape of some rows."""
-        b, g, _, d, dv = self.shape
-        return _shape_of(b, g, rows, d + dv, self.by_element)
-
-    def empty(self, rows: int) -> Tensor:
-        """Room for some rows."""
-        return self.own.new_empty(self.shape_of(rows))
-
-    def for_kernel(self, keys: Tensor, work: ElementWork) -> tuple[Tensor, Tensor]:
-        """K [B, G, n, D] and V [B, G, n, Dv] that some work is computed against."""
-        d = self.shape[3]
-        if work.b is not None:
-            keys = keys.index_select(ROW, work.keys.to(keys.device))[None]
-        return keys[..., :d], keys[..., d:]
-
-    def with_gradient(
-        self, piece: Tensor | None, keys: Tensor, work: ElementWork, grad_k: Tensor, grad_v: Tensor
-    ) -> Tensor:
-        """The gradient of a round's rows so far, with what some of its work found added."""
-        both = torch.cat([grad_k, grad_v], dim=-1)
-        if work.b is None:
-            assert piece is None, "work for all batch elements is the only one"
-            return both
-        piece = keys.new_zeros(keys.shape, dtype=both.dtype) if piece is None else piece
-        return piece.index_add_(piece.ndim + ROW, work.keys.to(piece.device), both[0])
-
-    def split(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of K and V in their own shape."""
-        b, g, length, d, dv = self.shape
-        if self.by_element:
-            total = total.view(g, b, length, d + dv).transpose(0, 1)
-        return total[..., :d], total[..., d:]
+    gathers: tuple[Gather, ...]
+    """What has to be put side by side to be sent."""
+    sends: Messages
+    receives: Messages
+    all_gather: tuple[Tensor, Tensor] | None
+    """Where to gather what of all ranks, instead."""
+    key_gather: Gather | None
+    """What has to be put side by side to be computed against."""
+    work: tuple[tuple[int | None, Tensor, Tensor, CompiledShapes], ...]
+    """Batch element, K, V, and what to compute against them."""
 
 
-def shape_of_rows(k: Tensor, v: Tensor, rows: int, by_element: bool) -> tuple[int, ...]:
+def rows_of(x: Tensor, first: int, rows: int) -> Tensor:
+    """Some rows that stand side by side; the tensor itself if these are all of it."""
+    return x if rows == x.shape[0] else x.narrow(0, first, rows)
+
+
+def bound_rounds(
+    program: RankProgram,
+    kind: RowKind,
+    own: Tensor,
+    arriving: Tensor,
+    staged: Tensor,
+    gathered: Tensor,
+) -> tuple[BoundRound, ...]:
+    """The rounds of a program on some memory."""
+
+    def bound(round_: Round) -> BoundRound:
+        def tensor_of(source: Source) -> Tensor:
+            return own if source.is_own else arriving
+
+        gathers, sends, at = [], [], 0
+        for peer, source in round_.sends:
+            places = source.places
+            if places.index is None:
+                part = rows_of(tensor_of(source), places.first, places.rows)
+            else:
+                part = rows_of(staged, at, places.rows)
+                gathers.append((tensor_of(source), places.index, part))
+                at += places.rows
+            sends.append((peer, part))
+        places = round_.keys.places
+        key_gather = None
+        if places.index is None:
+            keys = rows_of(tensor_of(round_.keys), places.first, places.rows)
+        else:
+            keys = rows_of(gathered, 0, places.rows)
+            key_gather = (tensor_of(round_.keys), places.index, keys)
+        work = (
+            (w.b, *kind.for_kernel(rows_of(keys, w.first, w.rows)), w.shapes) for w in round_.work
+        )
+        return BoundRound(
+            tuple(gathers),
+            tuple(sends),
+            tuple((p, rows_of(arriving, x.first, x.rows)) for p, x in round_.receives),
+            (arriving.view(-1, *own.shape), own) if round_.gathers_all else None,
+            key_gather if round_.work else None,
+            tuple(work),
+        )
+
+    return tuple(bound(round_) for round_ in program.rounds)
+
+
+def fetched_shape(k: Tensor, v: Tensor, rows: int, by_element: bool) -> tuple[int, ...]:
     """The shape of some rows of such K [B, G, L, D] and V [B, G, L, Dv]."""
-    return _shape_of(k.shape[0], k.shape[1], rows, k.shape[3] + v.shape[3], by_element)
-
-
-def _shape_of(b: int, g: int, rows: int, width: int, by_element: bool) -> tuple[int, ...]:
-    return (g, rows, width) if by_element else (b, g, rows, width)
-
-
-def gather_rows(
-    copies: Sequence[RowCopy], buffers: Sequence[Tensor | None], into: Callable[[], Tensor]
-) -> Tensor:
-    """The rows that the copies say; nothing is copied if they stand together in one buffer.
-
-    The copies together say what is at every place of the result.
-    """
-    runs = copies[0].runs if len(copies) == 1 else None
-    if runs is not None and len(runs) == 1:
-        row, _, rows = runs[0]
-        return _held(copies[0], buffers).narrow(ROW, row, rows)
-    found = into()
-    for copy in copies:
-        buffer = _held(copy, buffers)
-        for row, place, rows in copy.runs or ():
-            found.narrow(ROW, place, rows).copy_(buffer.narrow(ROW, row, rows))
-        if copy.runs is None:
-            part = buffer.index_select(ROW, copy.source.to(found.device))
-            found.index_copy_(ROW, copy.place.to(found.device), part)
-    return found
-
-
-def add_rows(copy: RowCopy, piece: Tensor, total: Tensor) -> None:
-    """Adds some rows of a piece of gradient to where they go."""
-    for row, place, rows in copy.runs or ():
-        total.narrow(ROW, place, rows).add_(piece.narrow(ROW, row, rows))
-    if copy.runs is None:
-        part = piece.index_select(ROW, copy.source.to(total.device))
-        total.index_add_(ROW, copy.place.to(total.device), part)
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all rows; the part itself if there is one only."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=ROW)
-
-
-def _held(copy: RowCopy, buffers: Sequence[Tensor | None]) -> Tensor:
-    buffer = buffers[copy.buffer]
-    assert buffer is not None, "a buffer was dropped before its last use"
-    return buffer
+    b, g, width = k.shape[0], k.shape[1], k.shape[3] + v.shape[3]
+    return (rows, g, width) if by_element else (rows, b, g, width)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Transport
+from flexcp.comm import CallLabel, PassLabel, Transport
 from flexcp.comm.agreement import Agreement
 from flexcp.errors import FlexCPError
 from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
@@ -21,7 +20,7 @@ from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.executor import RoundKernel, run_backward, run_forward
 from flexcp.ops.interface import Gradients, OutputGradients, Saved
 from flexcp.ops.program import RankPrograms
-from flexcp.ops.rows import shape_of_rows
+from flexcp.ops.rows import RowKind
 from flexcp.ops.swap import Swap
 from flexcp.plan import Plan
 
@@ -31,14 +30,12 @@ _SWAP_EXTRAS = 5
 
 @dataclass(frozen=True, eq=False)
 class ShardedAttention:
-    """Attention under one mask of a plan, as one rank computes it.
+    """Attention under one mask of a plan, as one rank computes it: all calls of a kind share it.
 
     The extras are, after a swap of rows for heads, q, k, v, out and lse on the other side of it;
     then, where the schedule keeps what forward received, K and V of each round.
     """
 
-    mask: str
-    """The name of the mask."""
     agreement: Agreement
     """What all ranks have to do alike."""
     transport: Transport
@@ -46,43 +43,44 @@ class ShardedAttention:
     swap: Swap | None
     kernel: RoundKernel
 
-    name = "attention over a plan"
-
-    @property
-    def captured(self) -> tuple[Tensor, ...]:
-        """Tensors that the score function captures, which get gradients."""
-        mod = self.kernel.score_mods[0]
-        return () if mod is None else mod.captured
-
-    @property
-    def replaces_inputs(self) -> bool:
-        """After a swap, the kernel had other tensors than the caller gave."""
-        return self.swap is not None
-
     @property
     def keeps_kv(self) -> bool:
         """Whether backward uses the K and V that forward received."""
         return self.programs.schedule.keeps_kv
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
-        """This rank's rows of the output, once all ranks agree on what they compute."""
-        self.transport.compare(self.agreement)
+    def begin(self) -> ShardedCall:
+        """The next call of this kind, once all ranks are known to make it."""
+        return ShardedCall(self, self.transport.calls.begin(self.agreement))
+
+    def again(self, label: Tensor) -> ShardedCall:
+        """A call that began before, for one more backward pass; `label` is what `pack` made."""
+        known = CallLabel.of_tensor(self.agreement.step, label)
+        return ShardedCall(self, known, self.transport.calls.next_backward(known))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, labels: PassLabel
+    ) -> Saved:
+        """This rank's rows of the output."""
         swap = self.swap
         kernel_inputs = (q, k, v)
         if swap is not None:
-            kv = swap.own_keys(swap.to_heads(torch.cat([k, v], dim=-1), kv=True))
-            kernel_inputs = (swap.to_heads(q), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
+            moving = swap.to_heads(k, v, label=labels.round("swap", 0), kv=True)
+            moving_q = swap.to_heads(q, label=labels.round("swap", 1))
+            kv = swap.own_keys(moving.wait())
+            kernel_inputs = (moving_q.wait(), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
         with torch.autocast(q.device.type, enabled=False):
             part, part_lse, kept = run_forward(
-                self.programs.forward, self.transport, self.kernel, *kernel_inputs, self.mask
+                self.programs.forward, self.transport, self.kernel, *kernel_inputs, labels
             )
-        extras = tuple(kept) if self.keeps_kv else ()
+        extras = () if kept is None else (kept,)
         if swap is None:
             out, lse = part, part_lse
             if sinks is not None:
                 out, lse = add_sinks(out, lse, sinks)
             return Saved(q, k, v, sinks, out.to(q.dtype), lse, extras)
-        out, lse = swap.to_rows(part.to(q.dtype)).to(part.dtype), swap.to_rows(part_lse)
+        moving_out = swap.to_rows(part.to(q.dtype), label=labels.round("swap", 2))
+        moving_lse = swap.to_rows(part_lse.unsqueeze(-1), label=labels.round("swap", 3))
+        out, lse = moving_out.wait().to(part.dtype), moving_lse.wait().squeeze(-1)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
             own = swap.heads[swap.place].q
@@ -90,7 +88,7 @@ class ShardedAttention:
         swapped = (*kernel_inputs, part.to(q.dtype), part_lse)
         return Saved(q, k, v, sinks, out.to(q.dtype), lse, (*swapped, *extras))
 
-    def backward(self, saved: Saved, grads: OutputGradients) -> Gradients:
+    def backward(self, saved: Saved, grads: OutputGradients, labels: PassLabel) -> Gradients:
         """Gradients of this rank's own rows, from those of its output."""
         swap, dtype = self.swap, saved.q.dtype
         grad_sinks = None
@@ -101,8 +99,12 @@ class ShardedAttention:
             q, k, v, out, lse = saved.extras[:_SWAP_EXTRAS]
             kept = saved.extras[_SWAP_EXTRAS:]
             saved = Saved(q, k, v, None, out, lse)
-            grad_lse = None if grads.lse is None else swap.to_heads(grads.lse)
-            grads = OutputGradients(swap.to_heads(grads.out), grad_lse)
+            moving = swap.to_heads(grads.out, label=labels.round("swap", 0))
+            grad_lse = None
+            if grads.lse is not None:
+                moving_lse = swap.to_heads(grads.lse.unsqueeze(-1), label=labels.round("swap", 1))
+                grad_lse = moving_lse.wait().squeeze(-1)
+            grads = OutputGradients(moving.wait(), grad_lse)
         with torch.autocast(saved.q.device.type, enabled=False):
             grad_q, grad_k, grad_v, captured = run_backward(
                 self.programs.backward,
@@ -110,36 +112,76 @@ class ShardedAttention:
                 self.kernel,
                 saved,
                 grads,
-                kept if self.keeps_kv else None,
-                self.mask,
+                kept[0] if self.keeps_kv else None,
+                labels,
             )
         if swap is not None:
-            own = len(swap.heads[swap.place].kv)
-            both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1), own)
-            both, d = swap.to_rows(both.to(dtype), kv=True), saved.k.shape[3]
-            grad_k, grad_v = both[..., :d], both[..., d:]
-            grad_q = swap.to_rows(grad_q.to(dtype))
+            both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1)).to(dtype)
+            moving_kv = swap.to_rows(both, label=labels.round("swap", 2), kv=True)
+            moving_q = swap.to_rows(grad_q.to(dtype), label=labels.round("swap", 3))
+            both, d = moving_kv.wait(), saved.k.shape[3]
+            grad_k, grad_v, grad_q = both[..., :d], both[..., d:], moving_q.wait()
         grad_q, grad_k, grad_v = (x.to(dtype) for x in (grad_q, grad_k, grad_v))
         return Gradients(grad_q, grad_k, grad_v, grad_sinks, captured)
 
     def pack(self, saved: Saved) -> list[Tensor]:
-        """What was swapped, then all kept rows in one tensor, however many rounds there were."""
+        """What was swapped, then all kept rows, flat."""
         swapped = 0 if self.swap is None else _SWAP_EXTRAS
-        kept = [x.flatten() for x in saved.extras[swapped:]]
-        rows = torch.cat(kept) if kept else saved.q.new_empty(0)
+        rows = saved.extras[swapped].flatten() if self.keeps_kv else saved.q.new_empty(0)
         return [*(_in_own_memory(x) for x in saved.extras[:swapped]), rows]
 
     def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
-        """What was swapped, then the kept rows of each round."""
+        """What was swapped, then the kept rows."""
         *swapped, rows = packed
         if not self.keeps_kv:
             return tuple(swapped)
         _, k, v = swapped[:3] if swapped else (saved.q, saved.k, saved.v)
-        program = self.programs.forward
-        counts = [sum(m.rows for m in round_.receives) for round_ in program.rounds]
-        shapes = [shape_of_rows(k, v, n, program.by_element) for n in counts]
-        parts = rows.split([prod(shape) for shape in shapes])
-        return *swapped, *(x.view(s) for x, s in zip(parts, shapes, strict=True))
+        kind = RowKind.of(k, v, self.programs.forward.by_element)
+        return *swapped, rows.view(-1, *kind.shape)
+
+
+@dataclass(eq=False)
+class ShardedCall:
+    """One call of attention over a plan: its messages carry its number, in every pass."""
+
+    op: ShardedAttention
+    label: CallLabel
+    backwards: int = 0
+    """How many backward passes have begun."""
+
+    name = "attention over a plan"
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors that the score function captures, which get gradients."""
+        mod = self.op.kernel.score_mods[0]
+        return () if mod is None else mod.captured
+
+    @property
+    def replaces_inputs(self) -> bool:
+        """After a swap, the kernel had other tensors than the caller gave."""
+        return self.op.swap is not None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
+        """This rank's rows of the output."""
+        labels = self.label.passing("forward")
+        with telling_ranks(self.op.transport, labels):
+            return self.op.forward(q, k, v, sinks, labels)
+
+    def backward(self, saved: Saved, grads: OutputGradients) -> Gradients:
+        """Gradients of this rank's own rows; a call may have several backward passes."""
+        labels = self.label.passing("backward", self.backwards)
+        self.backwards += 1
+        with telling_ranks(self.op.transport, labels):
+            return self.op.backward(saved, grads, labels)
+
+    def pack(self, saved: Saved) -> list[Tensor]:
+        """The label of the call, and the extras."""
+        return [self.label.as_tensor(), *self.op.pack(saved)]
+
+    def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
+        """The extras of a call again, from what `pack` made of them."""
+        return self.op.unpack(packed[1:], saved)
 
 
 def _in_own_memory(x: Tensor) -> Tensor:
@@ -162,11 +204,12 @@ def sharded_op(
     *,
     gradients: bool | None = None,
     traced: bool = False,
+    kernel: str | None = None,
 ) -> ShardedAttention:
     """The op of a call, if the plan fits the tensors; calls of one kind share it.
 
     `gradients` says whether a backward pass will follow; None asks the tensors. `traced` says that
-    a score function is part of a compiled graph.
+    a score function is part of a compiled graph. `kernel` asks for a kernel by name.
     """
     b, h, rows, d = q.shape
     kind = CallKind(
@@ -178,6 +221,7 @@ def sharded_op(
         "traced" if traced else "none" if score_mod is None else "eager",
         sinks is not None,
         needs_gradients(q, k, v, sinks) if gradients is None else gradients,
+        kernel,
     )
     if score_mod is not None:
         return _make_op(plan, kind, q, k, v, score_mod)
@@ -205,20 +249,22 @@ def _make_op(
     swap = Swap.of(schedule, transport, q.shape[1], k.shape[1])
     first_head = 0 if swap is None else swap.heads[swap.place].q.start
     mods: tuple[ScoreMod | None, ...] = (None,)
+    content = ""
     if score_mod is not None:
         dtype = accumulation_dtype(q.dtype)
+        # Of the function itself: what each rank adds to the number of a head is its own.
+        content = examine(score_mod, dtype, q.device).digest
         mods = tuple(
             examine(shifted(score_mod, b, first_head), dtype, q.device)
             for b in range(schedule.groups.batch_elements)
         )
         if mods[0] is not None and needs_gradients(*mods[0].captured):
             kind = replace(kind, gradients=True)
-    choice = choose(q, v, score_mod=score_mod is not None, kernel=_kernel(q, score_mod))
+    choice = choose(q, v, score_mod=score_mod is not None, partial=True, kernel=kind.kernel)
     factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
     # The op of a kind is kept with the plan, so it must not hold the plan.
     return ShardedAttention(
-        mask,
-        kind.agreement(plan),
+        kind.agreement(plan, content),
         transport,
         plan.memo.kept(
             ("programs", mask),
@@ -226,15 +272,8 @@ def _make_op(
             per_mask=True,
         ),
         swap,
-        RoundKernel(factor, choice.fused, mods),
+        RoundKernel(factor, choice.runs, mods),
     )
-
-
-def _kernel(q: Tensor, score_mod: ScoreFunction | None) -> str | None:
-    """Partial results need a kernel that returns them: compiled FlexAttention is no such."""
-    if q.device.type == "cuda":
-        return "flash" if score_mod is None else "scored"
-    return None
 
 
 def shifted(function: ScoreFunction, b: int, h: int) -> ScoreFunction:
@@ -257,7 +296,20 @@ def tell_ranks_on_error(plan: Plan) -> Iterator[None]:
         transport = plan.ranks.transport if isinstance(plan, Plan) else None
         if transport is not None:
             with suppress(Exception):  # what went wrong here matters more
-                transport.refuse(f"{type(error).__name__}: {error}")
+                transport.calls.refuse("attention", f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextmanager
+def telling_ranks(transport: Transport, labels: PassLabel) -> Iterator[None]:
+    """Tells the ranks that are in a pass if this one leaves it before its end."""
+    try:
+        yield
+    except BaseException as error:
+        if getattr(error, "is_of_peer", False):
+            raise
+        with suppress(Exception):  # what went wrong here matters more
+            transport.calls.give_up(labels, f"{type(error).__name__}: {error}")
         raise
 
 

@@ -94,9 +94,9 @@ def _sharded_work(
     found = []
     for work in fetch.work.of(fetch.ascending):
         size = batch if work.b is None else 1
-        keys = None if work.b is None else work.keys.tolist()
+        keys = None if work.b is None else list(range(work.first, work.first + work.rows))
         found.append(_work(work.shapes, size, heads, kv_heads, work.b, keys))
-    return fetch.rows, found
+    return len(fetch.ascending), found
 
 
 # What `torch._dynamo.assume_constant_result` does, without importing dynamo.
@@ -146,7 +146,9 @@ def traced_sharded_attention(
     rows, work = _sharded_work(plan, name, q.shape[0], q.shape[1], k.shape[1])
     by_element = plan.layout.batch_elements > 1
     given = None if sinks is None else sinks.detach()
-    fetched = fetch_rows(q.detach(), k, v, handle, name, scale, given, gradients, by_element, rows)
+    fetched, _ = fetch_rows(
+        q.detach(), k, v, handle, name, scale, given, gradients, by_element, rows
+    )
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse, _ = _attend_to(q, k, v, work, score_mod, factor, sinks, fetched)
     return out, lse
@@ -170,11 +172,13 @@ def _attend_to(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and the largest scores.
 
-    `fetched` are the rows of K and V to attend to, side by side: [B, G, n, D + Dv], or
-    [G, n, D + Dv] where batch elements have rows of their own; None for k and v themselves.
+    `fetched` are the rows of K and V to attend to, side by side: [n, B, G, D + Dv], or
+    [n, G, D + Dv] where batch elements have rows of their own; None for k and v themselves.
     """
     d = k.shape[3]
     if fetched is None or fetched.dim() == 4:
+        if fetched is not None:
+            fetched = fetched.permute(1, 2, 0, 3)
         keys = (k, v) if fetched is None else (fetched[..., :d], fetched[..., d:])
         if not work:
             return _fully_masked_rows(q, v, sinks)
@@ -186,7 +190,8 @@ def _attend_to(
         if each is None:
             parts.append(_fully_masked_rows(own, v, sinks))
             continue
-        rows = fetched[:, torch.tensor(each.keys, device=fetched.device)][None]
+        picked = fetched[torch.tensor(each.keys, device=fetched.device)]
+        rows = picked.permute(1, 0, 2)[None]
         mod = shifted(score_mod, b, 0)
         parts.append(_run_work(each, own, rows[..., :d], rows[..., d:], mod, scale, sinks))
     out, lse, highest = (torch.cat(found) for found in zip(*parts, strict=True))

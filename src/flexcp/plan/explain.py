@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flexcp.layout.balance.objective import Objective
 from flexcp.schedule import Pass, Schedule, Transfers
 from flexcp.units import format_bytes, format_seconds
 
@@ -32,7 +33,10 @@ def explain(plan: Plan) -> str:
         f"{sum(stats.tokens_received_per_rank) / layout.ranks:,.0f} on average; "
         f"{stats.received_fraction:.3f} of what an all-gather brings",
         f"  bytes   {format_bytes(max(stats.bytes_received_per_rank))} forward, "
-        f"{format_bytes(max(stats.backward_bytes_received_per_rank))} backward, at most",
+        f"{format_bytes(max(stats.backward_bytes_received_per_rank))} backward, at most; "
+        f"{format_bytes(max(stats.bytes_received_between_nodes_per_rank))} and "
+        f"{format_bytes(max(stats.backward_bytes_received_between_nodes_per_rank))} of it from "
+        "other nodes",
         f"  memory  {format_bytes(max(stats.bytes_held_per_rank))} of what others sent is held at "
         f"once, {_how_long(plan)}",
         "",
@@ -45,6 +49,8 @@ def explain(plan: Plan) -> str:
             f"{format_seconds(cost.backward)} backward, of which "
             f"{format_seconds(cost.compute)} is compute"
         )
+    tuned = ", ".join(f"{name} {value:g}" for name, value in asdict(Objective()).items())
+    lines += ["", f"Objective (pairs_per_row follows from the machine): {tuned}"]
     lines += ["", "Considered (predicted time of all masks, forward and backward):"]
     for i, (name, seconds) in enumerate(plan.considered):
         lines.append(f"  {'->' if i == 0 else '  '} {format_seconds(seconds):>10}  {name}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from flexcp.layout import Layout
+from flexcp.grid import BlockGrid
+from flexcp.layout import Layout, area_per_rank
 from flexcp.plan.problem import Problem
 from flexcp.plan.work_profile import WorkProfile
 from flexcp.schedule import Needs
@@ -20,6 +18,8 @@ class LayoutLoads:
     """The load that a layout gives its ranks under every mask: work, and KV rows to receive."""
 
     layout: Layout
+    grids: Sequence[BlockGrid]
+    """The masks."""
     group_size: int
     """Consecutive ranks of the smallest group that work and needs are known for; also known for
     multiples of it."""
@@ -37,7 +37,7 @@ class LayoutLoads:
         asks = schedule not in ("ring", "allgather", "ulysses")
         work = {name: WorkProfile.of([grid], groups) for name, grid in problem.grids.items()}
         needs = {n: Needs.of([grid], groups) for n, grid in problem.grids.items() if asks}
-        return cls(layout, group_size, work, needs)
+        return cls(layout, tuple(problem.grids.values()), group_size, work, needs)
 
     def work_of(self, name: str, group_size: int) -> WorkProfile:
         """The work of groups of `group_size` ranks under a mask."""
@@ -51,16 +51,10 @@ class LayoutLoads:
             grouped(self.layout, group_size), group_size // self.group_size
         )
 
-    def pairs(self, group_size: int) -> Tensor:
-        """float64 [groups] Work of each group, over all masks."""
-        return torch.stack(
-            [self.work_of(name, group_size).before[:, -1] for name in self.work]
-        ).sum(0)
-
     def is_uneven(self, group_size: int, limit: float) -> bool:
         """Whether some group has more than `limit` times the mean work."""
-        pairs = self.pairs(group_size)
-        return float(pairs.max()) > limit * float(pairs.mean())
+        areas = area_per_rank(self.grids, grouped(self.layout, group_size)).double()
+        return float(areas.max()) > limit * float(areas.mean())
 
     def asks_for(self, share: float) -> bool:
         """Whether groups need more than such a share of all rows of the others, under all masks."""

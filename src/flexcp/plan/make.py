@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,8 @@ def make_plan(
     dtype: torch.dtype = torch.bfloat16,
     batch: int = 1,
     machine: Machine | str | None = None,
+    flops_per_token: float | None = None,
+    token_slack: float | None = None,
 ) -> Plan:
     """Who owns which tokens, what moves when, and what that costs.
 
@@ -66,6 +69,12 @@ def make_plan(
         dtype: Type of Q, K and V.
         batch: Batch elements.
         machine: What to price for: a Machine, the name of a preset, or None for "h100-ib".
+        flops_per_token: Floating-point operations that the rest of the model takes per token,
+            forward, for the attention of all masks once: the layouts "auto" and "balanced" then
+            make the sum of both even, rather than attention alone.
+        token_slack: By which share of the mean the layouts "auto" and "balanced" may let token
+            counts differ from it: what memory allows. By default they differ by a block at most.
+            Where batch elements have layouts of their own, by one.
 
     >>> import flexcp
     >>> plan = make_plan(flexcp.masks.sliding_window(4096), 1 << 17, 8)
@@ -99,7 +108,15 @@ def make_plan(
         machine = Machine.preset(machine or DEFAULT_MACHINE)
     grids = _grids(mask, seq_len, block_size, shape)
     _require_layout(layout, seq_len, ranks.size, batch)
-    found = search(Problem(grids, ranks, shape, machine), layout, schedule)
+    problem = Problem(
+        grids,
+        ranks,
+        shape,
+        machine,
+        _share("flops_per_token", flops_per_token, float("inf")) or 0.0,
+        _share("token_slack", token_slack, 1.0),
+    )
+    found = search(problem, layout, schedule)
     best = found[0]
     return Plan(
         grids,
@@ -120,6 +137,20 @@ def _grids(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> d
     grids = {name: _merged(_grid(m, seq_len, block_size, shape)) for name, m in masks.items()}
     _require_alike(grids)
     return grids
+
+
+def _share(name: str, value: object, most: float) -> float | None:
+    """A number that is given, or None."""
+    if value is None:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= float(value) <= most or math.isinf(float(value)):  # type: ignore[arg-type]
+        raise FlexCPError(
+            f"{name} to be a number from 0" + (f" to {most:g}" if math.isfinite(most) else " on"),
+            repr(value),
+            f"leave {name} out, or pass a finite number that is not negative",
+        )
+    return float(value)  # type: ignore[arg-type]
 
 
 def _require_square(block_size: object) -> int:

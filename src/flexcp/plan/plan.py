@@ -15,6 +15,7 @@ from torch import Tensor
 from flexcp.comm.agreement import Agreement
 from flexcp.comm.gather import gather_shards
 from flexcp.comm.interface import Transport
+from flexcp.comm.labels import CallLabel
 from flexcp.errors import FlexCPError
 from flexcp.graph_handles import numbered_handle
 from flexcp.grid import BlockGrid
@@ -159,29 +160,42 @@ class Plan:
             where = (dim % x.dim(), self._rank(None), batch_dim)
             full: Tensor = shard_ops.unshard(x, self.graph_handle, *where, self.seq_len)
             return full
-        self._agree_to_unshard(x, dim % x.dim())
-        parts = gather_shards(x, dim % x.dim(), self.layout.counts.tolist(), self.transport)
+        call = self._agree_to_unshard(x, dim % x.dim())
+        parts = gather_shards(x, dim % x.dim(), self._counts, self.transport, call)
         return self.layout.restore(parts, dim, batch_dim=batch_dim)
 
-    def _agree_to_unshard(self, x: Tensor, dim: int) -> None:
-        """Raises on every rank unless all pass rows of the same kind of tensor."""
-        rank, transport = self._rank(None), self.transport
+    def _agree_to_unshard(self, x: Tensor, dim: int) -> CallLabel:
+        """The call, if all ranks pass rows of the same kind of tensor; else it raises on all."""
+        rank, calls = self._rank(None), self.transport.calls
         if x.shape[dim] != self.rows:
             error = FlexCPError(
                 f"{self.rows} rows along dim {dim}, as rank {rank} owns",
                 f"shape {tuple(x.shape)}",
                 "pass the rows that plan.shard gives this rank",
             )
-            transport.refuse(str(error))
+            calls.refuse("unshard", str(error))
             raise error
-        sizes = ["rows" if i == dim else str(n) for i, n in enumerate(x.shape)]
-        transport.compare(
-            Agreement(
+        sizes = tuple(-1 if i == dim else n for i, n in enumerate(x.shape))
+        agreement = self.memo.kept(
+            ("unshard", x.dtype, sizes),
+            lambda: Agreement(
                 "unshard the same",
-                {"type": str(x.dtype), "shape": ", ".join(sizes), "layout": self._layout_text},
+                "unshard",
+                {
+                    "type": str(x.dtype),
+                    "shape": ", ".join("rows" if n < 0 else str(n) for n in sizes),
+                    "layout": self._layout_text,
+                },
                 "call plan.unshard with the same plan and the same kind of tensor on every rank",
-            )
+            ),
         )
+        return calls.begin(agreement)
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The rows of every rank."""
+        counts: list[int] = self.layout.counts.tolist()
+        return counts
 
     @property
     def transport(self) -> Transport:
@@ -225,7 +239,9 @@ class Plan:
 
     @cached_property
     def _stats(self) -> Stats:
-        return make_stats(self.grids, self.schedules, self.costs, self.shape)
+        return make_stats(
+            self.grids, self.schedules, self.costs, self.shape, self.machine.ranks_per_node
+        )
 
     def check(self) -> None:
         """Raises FlexCPError if a schedule is not a correct attention."""

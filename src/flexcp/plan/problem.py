@@ -43,6 +43,10 @@ class Problem:
     """Heads, head dimension, type and batch."""
     machine: Machine
     """What compute and transfers cost."""
+    flops_per_token: float = 0.0
+    """Floating-point operations per token of the rest of the model, forward."""
+    token_slack: float | None = None
+    """Share of the mean by which token counts may differ from it; None: by no more than a block."""
 
     @property
     def seq_len(self) -> int:
@@ -74,7 +78,14 @@ def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
     """A layout by its name; "auto" is the balanced one."""
     grids, length, block = list(problem.grids.values()), problem.seq_len, problem.block
     if name in ("auto", "balanced"):
-        return balanced(grids, ranks, pairs_per_row=problem.pairs_per_row)
+        return balanced(
+            grids,
+            ranks,
+            pairs_per_row=problem.pairs_per_row,
+            pairs_per_token=round(problem.flops_per_token / problem.shape.flops_per_pair),
+            token_slack=problem.token_slack,
+            ranks_per_node=problem.machine.ranks_per_node,
+        )
     if name == "contiguous":
         return contiguous(length, ranks)
     if name == "head_tail":

@@ -26,13 +26,13 @@ class RankSizes:
     kv_heads: int
     """Key-value heads, as the kernel gets them."""
     kept_rows: int
-    """Rows of K and V of other ranks that are kept for the backward pass."""
+    """Rows of K and V that are kept for the backward pass, beside its own."""
     kept: Tensor = field(init=False, repr=False, compare=False)
-    """[kept_rows, 0] Carries `kept_rows` as a shape: a compiled graph lets shapes vary from
-    plan to plan, but not a number that it reads from a module or a global."""
+    """[kept_rows + 2, 0] Carries `kept_rows` as a shape: a compiled graph lets shapes vary from
+    plan to plan (but for 0 and 1), but not a number that it reads from a module or a global."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kept", torch.empty(self.kept_rows, 0, device="cpu"))
+        object.__setattr__(self, "kept", torch.empty(self.kept_rows + 2, 0, device="cpu"))
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, num_heads: int, num_kv_heads: int) -> RankSizes:
@@ -45,12 +45,14 @@ class RankSizes:
         RankSizes(swaps=True, rows=12, q_heads=2, kv_heads=2, kept_rows=0)
         """
         group, place = schedule.group_of(rank)
-        kept = 0
-        if schedule.keeps_kv:
-            kept = int(schedule.forward.moves.received(schedule.groups.ranks)[group])
         heads = (num_heads, num_kv_heads)
         if schedule.heads_group_size > 1:
             own = schedule.heads[place]
             shared = own.shared_kv(num_heads, num_kv_heads)
             heads = (len(own.q), len(own.kv) if shared is None else len(shared))
-        return cls(schedule.heads_group_size > 1, int(schedule.groups.counts[group]), *heads, kept)
+        return cls(
+            schedule.heads_group_size > 1,
+            int(schedule.groups.counts[group]),
+            *heads,
+            schedule.kept_rows(group),
+        )

@@ -10,12 +10,13 @@ import torch
 
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, area_per_rank, dealt
-from flexcp.layout.balance.fold import fold
+from flexcp.layout.balance.objective import Objective
 from flexcp.layout.needed_rows import rows_in_tiles
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost, price
 from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.problem import Problem, named_layout, split_groups
+from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule, make_schedule
 
 _DENSE = 0.2
@@ -28,10 +29,10 @@ _MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 15, 1 << 17
 ranks need all rows."""
 _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
-_FLAT = 1.001
-"""Ranks that are as even as this need no other layout to be more so."""
 _GOOD = 1.0005
 """What is as close as this to the best that a layout can do is left alone."""
+_NEAR = 1.02
+"""Price over the time without load imbalance and exposed communication at which the search ends."""
 _FAR = 1.25
 """Groups that are as much slower than others are not made faster by another layout."""
 _SEEN = 0.8
@@ -53,6 +54,13 @@ class Candidate:
     layout: Layout
     schedules: Mapping[str, Schedule]
     costs: Mapping[str, Cost]
+    wire: float
+    """Seconds that a rank's transfers take on average, hidden or not, over all masks."""
+
+    @property
+    def price(self) -> float:
+        """What candidates are compared by: predicted seconds, and a price on all that moves."""
+        return float(f"{self.seconds + Objective.moved * self.wire:.9g}")
 
     @property
     def seconds(self) -> float:
@@ -94,8 +102,11 @@ class Candidate:
 def describe(schedule: Schedule) -> str:
     """The schedule's name, with its parts for a hybrid."""
     how = schedule.outer_schedule
-    if schedule.keeps_kv and how == "exchange":
-        how += " at once, kept" if schedule.forward.rounds == 1 else ", kept"
+    if how == "exchange":
+        how += (
+            f" in {schedule.forward.rounds} rounds" if schedule.forward.rounds > 1 else " at once"
+        )
+        how += ", kept" if schedule.keeps_kv else ""
     if schedule.name != "hybrid":
         return how
     return f"hybrid {schedule.groups.ranks} x {schedule.heads_group_size} ({how})"
@@ -110,20 +121,22 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     loads = LayoutLoads.of(problem, chosen, schedule)
     found: list[Candidate] = []
     for group_size in splits:
-        if not found or not _cannot_win(problem, found, loads, group_size):
-            found.extend(_options(problem, loads, group_size, schedule))
-    group_size = min(found, key=lambda c: c.seconds).group_size
-    if layout in ("auto", "balanced") and loads.is_uneven(group_size, _EVEN) and group_size > 1:
+        if found and (_is_near_bound(found) or _cannot_win(problem, found, loads, group_size)):
+            continue
+        found.extend(_options(problem, loads, group_size, schedule))
+    group_size = min(found, key=lambda c: c.price).group_size
+    if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, _EVEN):
         again = split_groups(
             named_layout("balanced", problem, problem.ranks.size // group_size), group_size
         )
         loads = LayoutLoads.of(problem, again, schedule)
         found.extend(_options(problem, loads, group_size, schedule))
-    if layout == "auto" and problem.ranks.size > 1 and chosen.batch_elements == 1:
+    other_layouts = layout == "auto" and not problem.flops_per_token and not _is_near_bound(found)
+    if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
         if loads.asks_for(_DENSE):
             found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
-        less_local = _priced(problem, _folded(problem, loads), tried, found, schedule)
+        less_local: list[Candidate] = []
         for split in tried:
             groups = _blocks_dealt_to_groups(problem, loads, split, found)
             if groups is not None:
@@ -133,7 +146,13 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
             best = min(c.seconds for c in found)
             less_local = [c for c in less_local if c.seconds * _HARDLY_MORE < best]
         found.extend(less_local)
-    return _modest_first(sorted(found, key=lambda c: c.seconds))
+    return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
+
+
+def _is_near_bound(found: Sequence[Candidate]) -> bool:
+    """Whether no other candidate can be much better than the best: nobody waits, all is even."""
+    best = min(found, key=lambda c: c.price)
+    return best.price <= _NEAR * best.if_even
 
 
 def _priced(
@@ -157,17 +176,10 @@ def _priced(
 
 def _modest_first(found: list[Candidate]) -> list[Candidate]:
     """The cheapest first; or the cheapest that keeps little, if it costs hardly more."""
-    limit = found[0].seconds * _HARDLY_MORE
-    modest = (i for i, c in enumerate(found) if c.seconds <= limit and not c.keeps_much)
+    limit = found[0].price * _HARDLY_MORE
+    modest = (i for i, c in enumerate(found) if c.price <= limit and not c.keeps_much)
     first = next(modest, 0)
     return [found[first], *found[:first], *found[first + 1 :]]
-
-
-def _folded(problem: Problem, loads: LayoutLoads) -> Layout | None:
-    """Perfectly even, where the balanced layout is in plain order and a little uneven."""
-    if not _is_plain(loads.layout) or not loads.is_uneven(1, _FLAT):
-        return None
-    return fold(Work.of(list(problem.grids.values())), problem.ranks.size)
 
 
 def _is_plain(layout: Layout) -> bool:
@@ -234,14 +246,14 @@ def _splits(problem: Problem, schedule: str) -> list[int]:
         return [problem.ranks.shape[1]]
     if schedule == "ulysses":
         return [size]
-    if schedule != "auto":
+    if schedule != "auto" or problem.flops_per_token:  # whose rows a rank computes must not change
         return [1]
     if len(problem.ranks.shape) == 2:
         return list(dict.fromkeys([1, problem.ranks.shape[1]]))
     near = min(problem.machine.ranks_per_node, size)
     splits = [n for n in range(2, min(size, heads) + 1) if size % n == 0]
-    # Splits that stay on a node first: if they are good, the others need not be tried.
-    return [*sorted(splits, key=lambda n: (n > near, -n if n <= near else n)), 1]
+    # Splits that stay on a node come before others: if they are good, those need not be tried.
+    return [1, *sorted(splits, key=lambda n: (n > near, -n if n <= near else n))]
 
 
 def _options(
@@ -267,9 +279,19 @@ def _options(
             loads.layout,
             {n: s for n, (_, s) in row.items()},
             {n: c for n, (c, _) in row.items()},
+            sum(_wire(s, problem) for _, s in row.values()),
         )
         for row in complete
     ]
+
+
+def _wire(schedule: Schedule, problem: Problem) -> float:
+    """Seconds that all transfers of a rank take, on average over ranks."""
+    machine = problem.machine
+    found = traffic(schedule, problem.shape, machine.ranks_per_node)
+    far = float((found.forward_between_nodes + found.backward_between_nodes).double().mean())
+    near = float((found.forward + found.backward).double().mean()) - far
+    return near / machine.intra_bandwidth + far / machine.inter_bandwidth
 
 
 def _seconds(priced: tuple[Cost, Schedule]) -> float:
@@ -297,10 +319,16 @@ def _schedules(
     needs = loads.needs_of(mask, group_size)
     plain = make(name, heads_group_size=group_size, needs=needs)
     yield plain
+    packed = make(name, heads_group_size=group_size, needs=needs, few_rounds=True)
+    fewer = packed.forward.rounds < plain.forward.rounds
+    if fewer:
+        yield packed
     if schedule not in ("auto", "hybrid") or groups == 1:
         return
     # Nothing beats an all-gather like gathering only what is needed.
     yield plain.with_kept_kv()
+    if fewer:
+        yield packed.with_kept_kv()
     if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
         return
     yield make(name, heads_group_size=group_size, needs=needs, keep=True, at_once=True)

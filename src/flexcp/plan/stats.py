@@ -43,9 +43,14 @@ class Stats(Mapping[str, Any]):
     tokens_received_per_rank: tuple[int, ...]
     """Rows of K and V that arrive in forward."""
     bytes_received_per_rank: tuple[int, ...]
-    """Everything that arrives in forward: K and V, and with heads split also Q, output and lse."""
+    """Everything that arrives in forward: K and V, and with heads split also Q, output and lse.
+    (Not the padding of an all-gather of uneven parts.)"""
     backward_bytes_received_per_rank: tuple[int, ...]
     """Everything that arrives in backward."""
+    bytes_received_between_nodes_per_rank: tuple[int, ...]
+    """Of what arrives in forward, what comes from ranks of other nodes."""
+    backward_bytes_received_between_nodes_per_rank: tuple[int, ...]
+    """Of what arrives in backward, what comes from ranks of other nodes."""
     bytes_held_per_rank: tuple[int, ...]
     """The memory that what others sent takes at most, for the mask that needs most of it: one
     round's rows and the next's; or all rows, until backward is done, if the schedule keeps them."""
@@ -78,10 +83,11 @@ def make_stats(
     schedules: Mapping[str, Schedule],
     costs: Mapping[str, Cost],
     shape: AttentionShape,
+    ranks_per_node: int | None = None,
 ) -> Stats:
-    """Adds up what the schedules of all masks do."""
+    """Adds up what the schedules of all masks do; consecutive `ranks_per_node` ranks are a node."""
     areas = sum(areas_of(grids[name], schedules[name]) for name in grids)
-    moved = [traffic(schedules[name], shape) for name in grids]
+    moved = [traffic(schedules[name], shape, ranks_per_node) for name in grids]
     assert isinstance(areas, Tensor)
     first = next(iter(schedules.values()))
     whole = first.layout.rows - int(first.layout.rows // max(1, first.ranks))
@@ -94,6 +100,8 @@ def make_stats(
         tuple(sum(t.kv_rows for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.forward for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(sum(t.backward for t in moved).tolist()),  # type: ignore[union-attr]
+        tuple(sum(t.forward_between_nodes for t in moved).tolist()),  # type: ignore[union-attr]
+        tuple(sum(t.backward_between_nodes for t in moved).tolist()),  # type: ignore[union-attr]
         tuple(torch.stack([t.held for t in moved]).amax(0).tolist()),
         most / whole if whole else 0.0,
         sum(c.seconds for c in costs.values()),

@@ -21,6 +21,10 @@ class Traffic:
     """int64 [ranks] Bytes of the forward pass."""
     backward: Tensor
     """int64 [ranks] Bytes of the backward pass."""
+    forward_between_nodes: Tensor
+    """int64 [ranks] Bytes of the forward pass that come from ranks of other nodes."""
+    backward_between_nodes: Tensor
+    """int64 [ranks] Bytes of the backward pass that come from ranks of other nodes."""
     held: Tensor
     """int64 [ranks] Bytes that were received and are held at the same time, at most; between the
     passes too if the schedule keeps them."""
@@ -31,8 +35,13 @@ def elements_per_row(schedule: Schedule, shape: AttentionShape) -> int:
     return shape.batch if schedule.layout.batch_elements == 1 else 1
 
 
-def traffic(schedule: Schedule, shape: AttentionShape) -> Traffic:
-    """Counts a schedule's transfers, those within groups included."""
+def traffic(
+    schedule: Schedule, shape: AttentionShape, ranks_per_node: int | None = None
+) -> Traffic:
+    """Counts a schedule's transfers, those within groups included.
+
+    Consecutive `ranks_per_node` ranks are a node; all of them, if it is not given.
+    """
     group_size, groups = schedule.heads_group_size, schedule.groups.ranks
     per_row = elements_per_row(schedule, shape)
     batch_elements = schedule.layout.batch_elements
@@ -47,20 +56,37 @@ def traffic(schedule: Schedule, shape: AttentionShape) -> Traffic:
     held = _rows_held(schedule).repeat_interleave(group_size) * kv_used * kv * per_row
     back_rows = rows(schedule.backward.moves) + rows(schedule.backward.returns)
     backward = back_rows * kv * kv_used * per_row
+    node = (torch.arange(schedule.ranks) // (ranks_per_node or schedule.ranks)).view(groups, -1)
+    moves, back = schedule.forward.moves, (schedule.backward.moves, schedule.backward.returns)
+    used = kv * kv_used * per_row
+    far = _from_other_nodes(moves, node) * used
+    far_back = sum(_from_other_nodes(table, node) for table in back) * used
     if group_size > 1:
         own = schedule.layout.counts * batch_elements
         others = (schedule.groups.counts * batch_elements).repeat_interleave(group_size) - own
         q = torch.tensor([shape.q_bytes(len(s.q)) for s in schedule.heads]).repeat(groups)
         out = torch.tensor([shape.out_bytes(len(s.q)) for s in schedule.heads])
-        back = torch.tensor([len(s.kv) for s in schedule.heads])
+        kv_back = torch.tensor([len(s.kv) for s in schedule.heads])
         foreign_out = int(out.sum()) - out.repeat(groups)
         foreign_q = shape.q_bytes(shape.num_heads) - q
-        foreign_kv = (int(back.sum()) - back.repeat(groups)) * shape.kv_bytes(1)
+        foreign_kv = (int(kv_back.sum()) - kv_back.repeat(groups)) * shape.kv_bytes(1)
         kv_rows = kv_rows + others * kv_used
         held = held + others * (q + kv) * per_row
-        forward = forward + (others * (q + kv) + own * foreign_out) * per_row
-        backward = backward + (others * q + own * (foreign_q + foreign_kv)) * per_row
-    return Traffic(kv_rows, forward, backward, held)
+        swapped = (others * (q + kv) + own * foreign_out) * per_row
+        swapped_back = (others * q + own * (foreign_q + foreign_kv)) * per_row
+        forward, backward = forward + swapped, backward + swapped_back
+        # Of the ranks of its group, how many are on other nodes.
+        apart = (node[:, :, None] != node[:, None, :]).sum(2).reshape(-1)
+        far = far + swapped * apart // (group_size - 1)
+        far_back = far_back + swapped_back * apart // (group_size - 1)
+    return Traffic(kv_rows, forward, backward, far, far_back, held)
+
+
+def _from_other_nodes(table: Transfers, node: Tensor) -> Tensor:
+    """int64 [ranks] Rows that come from other nodes; `node` is [groups, ranks of a group]."""
+    found = torch.zeros(node.shape, dtype=torch.int64)
+    apart = node[table.source] != node[table.target]
+    return found.index_add_(0, table.target, table.rows[:, None] * apart).reshape(-1)
 
 
 def _rows_held(schedule: Schedule) -> Tensor:

@@ -59,12 +59,18 @@ class WorkProfile:
         return WorkProfile(before, self.block, self.blocks, self.seq_len)
 
     def of_tasks(self, work: Tasks, rounds: int) -> Tensor:
-        """float64 [rounds, groups] Pairs of every round."""
+        """float64 [rounds, groups] Pairs of every round, of a schedule that leaves none out.
+
+        Where documents meet within a block, some pairs are counted at keys that nobody needs: the
+        rounds of a group are scaled to what it has to do in all.
+        """
         groups = self.before.shape[0]
         found = torch.zeros(rounds * groups, dtype=torch.float64)
         pairs = self._until(work.rank, work.stop) - self._until(work.rank, work.start)
         found.index_add_(0, work.round * groups + work.rank, pairs)
-        return found.view(rounds, groups)
+        by_round, total = found.view(rounds, groups), self.before[:, -1]
+        have = by_round.sum(0)
+        return by_round * torch.where(have > 0, total / have.clamp(min=1e-9), 1.0)
 
     def _until(self, group: Tensor, row: Tensor) -> Tensor:
         element = torch.div(row, self.seq_len, rounding_mode="floor")

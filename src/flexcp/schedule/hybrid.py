@@ -30,6 +30,7 @@ def make_schedule(
     outer_schedule: str = "exchange",
     keep: bool = False,
     at_once: bool = False,
+    few_rounds: bool = False,
     needs: Needs | None = None,
 ) -> Schedule:
     """A schedule for some masks on a layout.
@@ -45,6 +46,7 @@ def make_schedule(
         keep: For exchange: keep what forward received for backward, which then only sends gradients
             home. That needs memory for these rows, like an all-gather, but not for more.
         at_once: For exchange: fetch everything before any work.
+        few_rounds: For exchange: as few rounds as memory allows, each rank by itself.
         needs: Who needs what between groups, if known.
 
     >>> import flexcp
@@ -70,7 +72,9 @@ def make_schedule(
         )
     groups = grouped(layout, heads_group_size)
     if outer_schedule == "exchange":
-        forward, backward = exchange(needs or Needs.of(grids, groups), at_once=at_once)
+        forward, backward = exchange(
+            needs or Needs.of(grids, groups), at_once=at_once, few_rounds=few_rounds
+        )
     elif outer_schedule == "ring":
         forward, backward = ring(groups)
     elif outer_schedule == "allgather":

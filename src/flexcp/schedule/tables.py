@@ -13,6 +13,7 @@ ranks of the same u.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,6 +21,10 @@ from torch import Tensor
 
 from flexcp.layout import Layout
 from flexcp.schedule.heads import HeadSlice
+
+_MOST_PADDING = 2
+"""Rows that an all-gather moves, padding included, over those that it has to: with more, messages
+between pairs of ranks move less."""
 
 
 def _none() -> Tensor:
@@ -182,9 +187,53 @@ class Schedule:
         first = rank // self.heads_group_size * self.heads_group_size
         return range(first, first + self.heads_group_size)
 
+    @cached_property
+    def gathers_all(self) -> bool:
+        """Whether KV rows move in one all-gather of all ranks, and gradients in one all-to-all.
+
+        Parts are padded to the longest. Every rank decides this alike, from the schedule alone.
+        """
+        counts = self.layout.counts
+        if self.outer_schedule != "allgather" or self.heads_group_size > 1 or self.ranks == 1:
+            return False
+        padded = int(counts.max()) * self.ranks
+        return bool((counts > 0).all()) and padded <= _MOST_PADDING * int(counts.sum())
+
+    @property
+    def longest_part(self) -> int:
+        """Rows of each rank's part of an all-gather, padding included."""
+        return int(self.layout.counts.max()) * self.layout.batch_elements
+
+    def kept_rows(self, group: int) -> int:
+        """KV rows that are kept for the backward pass, in one tensor.
+
+        Where a round needs own rows beside others, they are in it as well.
+        """
+        if not self.keeps_kv:
+            return 0
+        if self.gathers_all:
+            return self.ranks * self.longest_part
+        received = int(self.forward.moves.received(self.groups.ranks)[group])
+        own = int(self.groups.counts[group]) * self.groups.batch_elements
+        return received + (own if received and self.forward.rounds == 1 else 0)
+
     def with_kept_kv(self) -> Schedule:
-        """A schedule that keeps the KV rows that forward received: backward then moves none."""
-        backward = replace(self.backward, moves=Transfers.none())
+        """A schedule that keeps the KV rows that forward received: backward then moves none.
+
+        It takes the rounds in the other order, so that gradients of others' rows are on their way
+        home while a rank computes its own.
+        """
+        what, last = self.backward, self.backward.rounds - 1
+        order = torch.argsort(last - what.work.round, stable=True)
+        work = Tasks(
+            (last - what.work.round)[order],
+            *(x[order] for x in (what.work.rank, what.work.start, what.work.stop)),
+        )
+        home = what.returns
+        returns = Transfers.ordered(
+            last - home.round, home.source, home.target, home.start, home.stop
+        )
+        backward = Pass(what.rounds, Transfers.none(), work, returns)
         return replace(self, backward=backward, keeps_kv=True)
 
     def steps(self, rank: int, direction: Literal["forward", "backward"]) -> tuple[Step, ...]:

@@ -8,6 +8,7 @@ ranks are forked from one, and make teams of their own, whatever the caller has 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from math import prod
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -231,6 +233,7 @@ def _run(fn: Callable[[Any], Any], rank: int, world: _World, pipe: Connection) -
     from torch.distributed.device_mesh import init_device_mesh
 
     _forget_compile_threads()
+    _forget_memory_of_threads()
     torch.set_num_threads(world.threads)
     succeeded = False
     try:
@@ -255,6 +258,13 @@ def _run(fn: Callable[[Any], Any], rank: int, world: _World, pipe: Connection) -
             with contextlib.suppress(RuntimeError):
                 dist.barrier()
         dist.destroy_process_group()
+
+
+def _forget_memory_of_threads() -> None:
+    """Makes MKL take memory from the system: its own tables of threads may not survive a fork."""
+    with contextlib.suppress(OSError, AttributeError):  # a build without MKL
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        library.mkl_serv_disable_fast_mm()
 
 
 def _forget_compile_threads() -> None:

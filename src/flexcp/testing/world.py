@@ -23,9 +23,9 @@ def simulate(fn: Callable[[SimulatedMesh], T], world_size: int | tuple[int, ...]
         fn: The code of one rank, as it would be written for a DeviceMesh.
         world_size: How many ranks, or the shape of a mesh such as (2, 4).
 
-    >>> import torch
-    >>> simulate(lambda mesh: mesh.transport.all_reduce(torch.tensor(mesh.get_rank())).item(), 4)
-    [6, 6, 6, 6]
+    >>> import flexcp
+    >>> simulate(lambda mesh: flexcp.make_plan(flexcp.masks.causal(), 10, mesh).rows, 3)
+    [4, 3, 3]
     """
     shape = mesh_shape(world_size)
     world = World(prod(shape))

@@ -23,7 +23,7 @@ TINY = TrainConfig(
 @pytest.mark.parametrize("what", ["a step", "wait_for_all"])
 def test_ranks_name_the_one_that_has_stopped(what, tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "_AFTER_TIMEOUT", 2.0)
-    monkeypatch.setattr(processes, "_TO_REPORT", 4.0)
+    monkeypatch.setattr(processes, "_TO_REPORT", 3.0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text("a line of a text\n" * 40)
@@ -43,7 +43,7 @@ def test_ranks_name_the_one_that_has_stopped(what, tmp_path, monkeypatch):
             team.wait_for_all()
 
     with pytest.raises(FlexCPError, match=r"rank 1 failed: .*expected rank 1 to return") as caught:
-        testing.spawn(rank, 3, timeout=3)
+        testing.spawn(rank, 3, timeout=2)
     for number in (0, 2):
         text = str(caught.value.failures[number])
         assert text.startswith("expected rank 1 to "), text

@@ -1,38 +1,59 @@
-"""The balanced layout: equal token counts, equal work, and as little to move as that allows."""
+"""The balanced layout: the best of a few seeds after a local search, by one objective."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from flexcp.grid import BlockGrid
-from flexcp.layout.balance.fold import fold
+from flexcp.layout.balance.documents import Documents
+from flexcp.layout.balance.nodes import by_node
+from flexcp.layout.balance.objective import Objective
+from flexcp.layout.balance.seeds import (
+    Parts,
+    dense_rows_dealt,
+    in_order,
+    two_ended,
+    whole_documents,
+)
+from flexcp.layout.balance.trades import Deal
 from flexcp.layout.layout import Layout
-from flexcp.layout.needed_rows import rows_needed
-from flexcp.layout.rules import contiguous, even_edges, require_ranks
+from flexcp.layout.rules import even_edges, joined, require_ranks
 from flexcp.layout.work import Work
 
-_EVEN = 1.0175
-"""Work that is less even than this is never left as it is."""
-_WORTH_IT = 0.995
-"""Tokens leave their plain order only for a time below this fraction."""
+_FEWER = 8
+"""Token counts differ from the mean by at most this fraction of it, however large blocks are."""
+_TURNS = 4
+"""Trades that are made at most, in multiples of the ranks there are."""
 
 
-def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 512.0) -> Layout:
+def balanced(
+    grids: Sequence[BlockGrid],
+    ranks: int,
+    *,
+    pairs_per_row: float = Objective.pairs_per_row,
+    pairs_per_token: int = 0,
+    token_slack: float | None = None,
+    ranks_per_node: int | None = None,
+) -> Layout:
     """The layout for one or several masks on which the slowest rank is fastest.
 
-    Ranks get token counts that differ by at most one; or, where single rows are so heavy that this
-    would leave the work uneven, by at most a block. The work is the sum over all masks. If the
-    sequence in plain order is as good as even, it stays (a window remains a halo exchange);
-    otherwise the layout is a `fold`. Where masks differ between batch
-    elements, each element gets a layout of its own.
+    Ranks get token counts that differ by at most a block. The work is the sum over all masks.
+    Where masks differ between batch elements, each element gets a layout of its own, and token
+    counts differ by at most one.
 
     Args:
         grids: Block grids of the masks, over the same tokens and with the same block size.
         ranks: How many ranks share the sequence.
         pairs_per_row: How many pairs a rank computes, over all heads, in the time in which it
             receives one row of K and V.
+        pairs_per_token: What the rest of the model does for one token, in pairs.
+        token_slack: Share of the mean by which token counts may differ from it, where the elements
+            of a batch share one layout.
+        ranks_per_node: Consecutive ranks that are a node: a document on several ranks stays within
+            one if it fits.
 
     >>> import flexcp
     >>> window = flexcp.build_block_grid(flexcp.masks.sliding_window(100), 8192)
@@ -43,11 +64,15 @@ def balanced(grids: Sequence[BlockGrid], ranks: int, *, pairs_per_row: float = 5
     Layout(balanced: 8192 tokens on 4 ranks, 2048 each, 7 runs)
     """
     ranks = require_ranks(ranks)
+    objective = Objective(pairs_per_row=pairs_per_row)
     elements = elements_that_differ(grids)
     if elements > 1:
-        layouts = [_of_element(grids, ranks, b, pairs_per_row) for b in range(elements)]
+        works = [Work.of(grids, b, pairs_per_token=pairs_per_token) for b in range(elements)]
+        layouts = [_of_work(work, ranks, objective, None, ranks_per_node) for work in works]
         return Layout.stacked(layouts, name="balanced")
-    return _of_element(grids, ranks, None, pairs_per_row)
+    work = Work.of(grids, pairs_per_token=pairs_per_token)
+    slack = work.block if token_slack is None else token_slack
+    return _of_work(work, ranks, objective, slack, ranks_per_node)
 
 
 def elements_that_differ(grids: Sequence[BlockGrid]) -> int:
@@ -56,61 +81,85 @@ def elements_that_differ(grids: Sequence[BlockGrid]) -> int:
     return max((1 if s else grid.batch for s, grid in zip(same, grids, strict=True)), default=1)
 
 
-def _of_element(
-    grids: Sequence[BlockGrid], ranks: int, element: int | None, pairs_per_row: float
+def _of_work(
+    work: Work,
+    ranks: int,
+    objective: Objective,
+    slack: int | float | None,
+    ranks_per_node: int | None,
 ) -> Layout:
-    work = Work.of(grids, element)
-    plain = contiguous(work.seq_len, ranks)
-    if _imbalance(work, plain) > _EVEN:
-        return fold(work, ranks, exact_counts=element is not None)
-    if _local(work, ranks):
-        return _named(plain)
-    folded = fold(work, ranks, exact_counts=element is not None)
-    slowest = _slowest(grids, work, plain, pairs_per_row)
-    if _slowest(grids, work, folded, pairs_per_row) < _WORTH_IT * slowest:
-        return folded
-    return _named(plain)
+    """The layout for some work; counts differ by `slack` tokens, or by a share of the mean."""
+    documents = Documents.of(work)
+    counts = even_edges(work.seq_len, ranks).diff().tolist()
+    bounds = [(count, count) for count in counts]
+    if isinstance(slack, float):
+        most = min(work.seq_len, math.ceil(max(counts) * (1 + slack)))
+        bounds = [(math.floor(min(counts) * (1 - slack)), most)] * ranks
+    elif slack is not None:
+        bounds = [_bounds(documents, ranks)] * ranks
+    plain = Deal(documents, in_order(documents, counts), bounds, objective)
+    even = plain.imbalance() <= objective.enough
+    if even and plain.price() <= objective.good * plain.mean:
+        return _layout(plain.parts(), work.seq_len)
+    room = [most for _, most in bounds] if isinstance(slack, float) else counts
+    deals = [
+        Deal(documents, parts, bounds, objective)
+        for parts in _whole(documents, room, objective.enough)
+    ]
+    deals = [min(deals, key=Deal.price)] if deals else []
+    if not deals or deals[0].price() > objective.enough * deals[0].mean:
+        deals.append(Deal(documents, two_ended(documents, counts), bounds, objective))
+        if not even and plain.price() < deals[-1].price():
+            deals.append(plain)
+    deals.sort(key=Deal.price)
+    limit, best = objective.enough * deals[0].price(), deals[0]
+    for deal in deals:
+        if deal.price() > limit and best.imbalance() <= objective.enough:
+            continue  # too dear a seed to be tried, unless the others stay uneven
+        if len(documents) > 1 or deal.imbalance() > objective.even:
+            deal.improve(_TURNS * ranks)
+        best = min(best, deal, key=lambda d: (d.imbalance() > objective.enough, d.price()))
+        if best.price() <= objective.good * best.mean:
+            break
+    dealt = dense_rows_dealt(documents, counts)
+    if dealt is not None and best.imbalance() > objective.good:
+        other = Deal(documents, dealt, bounds, objective)
+        other.improve(_TURNS * ranks)
+        best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
+    if even and plain.price() <= best.price() * (1 + objective.worth):
+        best = plain
+    parts = best.parts()
+    if best is not plain and ranks_per_node and len(set(bounds)) == 1:
+        parts = [parts[rank] for rank in by_node(best, ranks_per_node)]
+    return _layout(parts, work.seq_len)
 
 
-def _local(work: Work, ranks: int) -> bool:
-    """Whether every row sees only what is near, as under a window."""
-    share = work.seq_len / ranks
-    for grid, planes in work.planes:
-        for runs in (grid.runs[plane] for plane in planes):
-            left = (runs.row - runs.start).clamp(min=0)
-            right = (runs.stop - 1 - runs.row).clamp(min=0)
-            if len(runs) and float(torch.maximum(left, right).max()) * work.block > 2 * share:
-                return False
-    return True
+def _whole(documents: Documents, room: Sequence[int], enough: float) -> Iterator[Parts]:
+    """Ways to deal out whole documents, if there are several."""
+    if len(documents) > 1:
+        yield from (whole_documents(documents, room, enough, tails=t) for t in (False, True))
 
 
-def _imbalance(work: Work, layout: Layout) -> float:
-    """max/mean over ranks; blocks that are cut count in proportion, which is near enough here."""
-    edges = even_edges(work.seq_len, layout.ranks)
-    whole = torch.div(edges, work.block, rounding_mode="floor").clamp(max=work.blocks.numel() - 1)
-    rows = edges - whole * work.block
-    size = torch.minimum(torch.tensor(work.block), work.seq_len - whole * work.block)
-    ahead = work.before[whole] + torch.div(work.blocks[whole] * rows, size, rounding_mode="floor")
-    areas = ahead.diff().double()
-    return float(areas.max() / areas.mean().clamp(min=1))
+def _bounds(documents: Documents, ranks: int) -> tuple[int, int]:
+    """The fewest and the most tokens of a rank, a block apart.
+
+    Ranks with rows that see far more than most want fewer of them: if those ranks are few, the
+    others need hardly more.
+    """
+    rows, block = documents.work.seq_len, documents.work.block
+    wanting = len(documents.dense_rows)
+    if not 0 < wanting < ranks:
+        wanting = -(-ranks // 2)
+    even, slack = rows // ranks, rows // ranks // _FEWER
+    fewest = -(-(rows - (ranks - wanting) * block) // ranks)
+    fewest = min(max(fewest, even - slack, 0), even)
+    return fewest, max(-(-rows // ranks), min(fewest + block, even + slack))
 
 
-def _slowest(grids: Sequence[BlockGrid], work: Work, layout: Layout, pairs_per_row: float) -> float:
-    areas = torch.zeros(layout.ranks, dtype=torch.int64)
-    areas.index_add_(0, layout.rank, work.of_stretches(layout.start, layout.stop))
-    rows = rows_needed(grids, layout).counts(layout.ranks)
-    # Transfers hide behind compute; a tenth of them is taken not to.
-    moved = rows.double() * pairs_per_row
-    return float((torch.maximum(areas.double(), moved) + 0.1 * moved).max())
-
-
-def _named(layout: Layout) -> Layout:
-    return Layout(
-        "balanced",
-        layout.seq_len,
-        layout.ranks,
-        layout.batch_elements,
-        layout.rank,
-        layout.start,
-        layout.stop,
-    )
+def _layout(parts: Parts, seq_len: int) -> Layout:
+    """The layout in which every rank keeps its rows in their order."""
+    table = torch.tensor(
+        [(rank, a, b) for rank, own in enumerate(parts) for a, b in sorted(p[1:] for p in own)],
+        dtype=torch.int64,
+    ).reshape(-1, 3)
+    return joined("balanced", seq_len, len(parts), *table.unbind(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from flexcp.tools.cli.doctor import doctor
 from flexcp.tools.cli.plan import plan
 from flexcp.tools.cli.show import show
 from flexcp.tools.cli.train import train
@@ -24,3 +25,4 @@ app.command("plan")(plan)
 app.command("show")(show)
 app.command("verify")(verify)
 app.command("train")(train)
+app.command("doctor")(doctor)

@@ -1,0 +1,387 @@
+"""Row ranges: the keys that each query sees, as a few ranges, read off the mask's own comparisons.
+
+A comparison of something that depends on the query with something that depends on the key and does
+not fall along the keys (`q >= kv`, `ids[q] == ids[kv]`, `q - kv <= 4096`) allows one range of keys
+for every query. `&`, `|` and `~` of such comparisons allow a few. Then areas, documents and needed
+rows are a handful of operations on vectors. A mask of another form has no row ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from flexcp.grid.analysis.indexing import in_parts, take
+from flexcp.grid.grid import BlockGrid
+from flexcp.masks import trace_mask
+from flexcp.masks.graph import INPUTS, MaskGraph, Ref
+
+_MOST = 4
+"""Ranges per row at most; masks with more are left to the tiles."""
+_TOGETHER = 1 << 16
+"""Rows looked at together: so few that vectors stay in the processor's cache."""
+_EXACT = 1 << 52
+"""Values beyond this are not added up: sums might wrap."""
+
+_Column = tuple[Tensor, Tensor]
+"""int64 [Q] First key, and the key after the last, of one range of every row."""
+_JOINS = ("bitwise_and", "logical_and", "bitwise_or", "logical_or")
+_MIRRORED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt", "eq": "eq", "ne": "ne"}
+
+
+@dataclass(frozen=True, eq=False)
+class KeyColumn:
+    """One range of keys for every query, counted within the grid; it may be empty."""
+
+    start: Tensor
+    """int64 [Q] First key."""
+    stop: Tensor
+    """int64 [Q] Key after the last."""
+
+    @cached_property
+    def breaks(self) -> Tensor:
+        """int64 [n] Queries whose range does not simply go on where that of the one before is.
+
+        Between two of them, queries from a to b together see start[a] to stop[b - 1].
+        """
+        start, stop = self.start, self.stop
+        goes_on = (start[1:] >= start[:-1]) & (stop[1:] >= stop[:-1]) & (start[1:] <= stop[:-1])
+        filled = start < stop
+        return torch.nonzero(~goes_on | (filled[1:] != filled[:-1])).squeeze(1) + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.start.nbytes + self.stop.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class RowRanges:
+    """The keys that every query of every plane sees, if they are known."""
+
+    planes: tuple[tuple[KeyColumn, ...], ...] | None
+    """Ranges of a row are disjoint, in no order. None: unknown."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(column.nbytes for plane in self.planes or () for column in plane)
+
+
+@dataclass(frozen=True, eq=False)
+class RowAreas:
+    """Allowed pairs of every query of every plane, if they are known."""
+
+    planes: Tensor | None
+    """int64 [planes, q_len]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return 0 if self.planes is None else self.planes.nbytes
+
+
+def row_ranges(grid: BlockGrid) -> RowRanges:
+    """The row ranges of a grid that was built from a mask, worked out on first use.
+
+    >>> import flexcp
+    >>> grid = flexcp.build_block_grid(flexcp.masks.causal() & flexcp.masks.chunked(3), 5)
+    >>> row_ranges(grid).planes[0][0].start
+    tensor([0, 0, 0, 3, 3])
+    """
+    return grid.derived.once(RowRanges, lambda: _of_grid(grid))
+
+
+def row_areas(grid: BlockGrid) -> RowAreas:
+    """The areas of a grid's rows, from its row ranges.
+
+    >>> import flexcp
+    >>> row_areas(flexcp.build_block_grid(flexcp.masks.causal(), 4)).planes
+    tensor([[1, 2, 3, 4]])
+    """
+    return grid.derived.once(RowAreas, lambda: _areas(grid))
+
+
+def _areas(grid: BlockGrid) -> RowAreas:
+    planes = row_ranges(grid).planes
+    if planes is None:
+        return RowAreas(None)
+    zero = torch.zeros(grid.q_len, dtype=torch.int64)
+    return RowAreas(
+        torch.stack([sum((c.stop - c.start for c in columns), zero) for columns in planes])
+    )
+
+
+def _of_grid(grid: BlockGrid) -> RowRanges:
+    if grid.effort is None:  # its tiles may overrule the mask
+        return RowRanges(None)
+    graph = trace_mask(grid.mask.mask_mod)
+    planes = []
+    for b, h in zip(grid.planes.b, grid.planes.h, strict=True):
+        reader = _RangeReader(graph, b, h, torch.arange(grid.kv_start, grid.kv_start + grid.kv_len))
+        parts: list[list[_Column]] = []
+        for q in in_parts(torch.arange(grid.q_start, grid.q_start + grid.q_len), _TOGETHER):
+            columns = reader.allowed(graph.output, q)
+            if columns is None:
+                return RowRanges(None)
+            nothing = (torch.tensor(0), torch.tensor(0))
+            columns += [nothing] * (_MOST - len(columns))
+            parts.append([(a.expand(q.shape), b.expand(q.shape)) for a, b in columns])
+        planes.append(
+            tuple(
+                KeyColumn(*(torch.cat([part[i][side] for part in parts]) for side in (0, 1)))
+                for i in range(_MOST)
+                if any(bool((part[i][0] < part[i][1]).any()) for part in parts)
+            )
+        )
+    return RowRanges(tuple(planes))
+
+
+class _RangeReader:
+    """Reads the ranges of one plane off the graph of its mask, some queries at a time."""
+
+    def __init__(self, graph: MaskGraph, b: Tensor, h: Tensor, kv: Tensor) -> None:
+        self._graph, self._b, self._h, self._kv = graph, b, h, kv
+        self._sides: dict[int, _Comparison | None] = {}
+
+    def allowed(self, index: int, q: Tensor) -> list[_Column] | None:
+        """Where a truth holds, or None if that is not a few ranges for certain."""
+        node = self._graph.nodes[index]
+        if node.dtype != torch.bool or node.shape != ():
+            return None
+        if "kv" not in node.reads:
+            values = self._values(index, "q", q)
+            if values is None:
+                return None
+            return [(torch.tensor(0), torch.where(values, self._kv.numel(), 0))]
+        if "q" not in node.reads:
+            return self._by_key(index)
+        operands = [ref.node for ref in node.args if isinstance(ref, Ref)]
+        if node.name in ("bitwise_not", "logical_not"):
+            return self._complement(self.allowed(operands[0], q))
+        if node.name in _MIRRORED and not node.compute_dtype.is_floating_point:
+            if index not in self._sides:
+                self._sides[index] = self._comparison(node.args)
+            return self._compared(node.name, self._sides[index], q)
+        if node.name not in _JOINS or len(operands) != 2:
+            return None
+        sides = [self.allowed(operand, q) for operand in operands]
+        if sides[0] is None or sides[1] is None:
+            return None
+        return (_intersection if node.name.endswith("and") else _union)(sides[0], sides[1])
+
+    def _values(self, index: int, axis: str, positions: Tensor) -> Tensor | None:
+        """A node that reads no more than one axis, at positions of it that follow each other."""
+        node = self._graph.nodes[index]
+        if node.op is None and node.reads:
+            return positions
+        if node.name == "index":  # ids[q] is a part of ids
+            table = self._graph.nodes[node.args[0].node].value
+            first, count = int(positions[0]), positions.numel()
+            if (
+                table is not None
+                and [ref.node for ref in node.args[1] if ref] == [INPUTS.index(axis)]
+                and table.dim() == 1
+                and first + count <= table.numel()
+            ):
+                part: Tensor = table[first : first + count]
+                return part
+        if not self._graph.is_pointwise_beyond((index,), ()):
+            return None
+        zero = torch.zeros((), dtype=torch.int64)
+        q, kv = (positions, zero) if axis == "q" else (zero, positions)
+        found = self._graph.evaluate_nodes((index,), self._b, self._h, q, kv)[0]
+        return found.expand(positions.shape)
+
+    def _by_key(self, index: int) -> list[_Column] | None:
+        values = self._values(index, "kv", self._kv)
+        if values is None:
+            return None
+        edges = torch.nn.functional.pad(values.to(torch.int8), (1, 1)).diff()
+        starts, stops = (torch.nonzero(edges == sign).squeeze(1) for sign in (1, -1))
+        if starts.numel() > _MOST:
+            return None
+        return list(zip(starts.unbind(), stops.unbind(), strict=True))
+
+    def _comparison(self, args: Sequence[object]) -> _Comparison | None:
+        """A comparison in the form f(q) <= g(kv) or the like."""
+        of_q: list[tuple[int, int | Tensor]] = []
+        of_kv: list[Tensor] = []
+        pending = [(args[0], 1), (args[1], -1)]
+        while pending:
+            side, sign = pending.pop()
+            if isinstance(side, int) and not isinstance(side, bool):
+                of_q.append((sign, torch.tensor(side)))
+                continue
+            if not isinstance(side, Ref):
+                return None
+            node = self._graph.nodes[side.node]
+            if node.shape != () or node.dtype.is_floating_point or node.dtype == torch.bool:
+                return None
+            if "kv" not in node.reads:
+                of_q.append((sign, side.node))
+            elif "q" not in node.reads:
+                values = self._values(side.node, "kv", self._kv)
+                if values is None or not (values is self._kv or _is_small(values)):
+                    return None
+                of_kv.append(-values if sign > 0 else values)
+            elif node.name in ("add", "sub") and node.dtype == torch.int64 and not node.kwargs:
+                pending += [(node.args[0], sign)]
+                pending += [(node.args[1], sign if node.name == "add" else -sign)]
+            else:
+                return None
+        keys = of_kv[0].to(torch.int64) if len(of_kv) == 1 else torch.stack(of_kv).sum(0)
+        return _Comparison(tuple(of_q), keys, keys is self._kv)
+
+    def _compared(self, name: str, found: _Comparison | None, q: Tensor) -> list[_Column] | None:
+        if found is None:
+            return None
+        of_q = torch.tensor(0)
+        for sign, term in found.of_q:
+            values = self._values(term, "q", q) if isinstance(term, int) else term
+            if values is None or not (values is q or _is_small(values)):
+                return None
+            of_q = of_q + values if sign > 0 else of_q - values
+        of_q = of_q.expand(q.shape)
+        if name in ("eq", "ne"):
+            same = found.equal_to(of_q)
+            return same if name == "eq" else self._complement(same)
+        if found.direction == 0:
+            return None
+        if found.direction < 0:
+            of_q, name = -of_q, _MIRRORED[name]
+        # f >= g and f > g allow the first keys, f <= g and f < g the last ones.
+        edge = found.keys_before(of_q, right=name in ("ge", "lt"))
+        if name in ("ge", "gt"):
+            return [(torch.tensor(0), edge)]
+        return [(edge, torch.tensor(self._kv.numel()))]
+
+    def _complement(self, columns: list[_Column] | None) -> list[_Column] | None:
+        if columns is None:
+            return None
+        zero, end = torch.tensor(0), torch.tensor(self._kv.numel())
+        found: list[_Column] | None = [(zero, end)]
+        for start, stop in columns:
+            empty = start >= stop
+            around = [(zero, torch.where(empty, end, start)), (torch.where(empty, end, stop), end)]
+            found = None if found is None else _intersection(found, around)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """Something that depends on the query, beside something that depends on the key."""
+
+    of_q: tuple[tuple[int, int | Tensor], ...]
+    """Signs and terms (a node, or a number) that add up to the query's side."""
+    of_kv: Tensor
+    """int64 [KV] The key's side."""
+    is_position: bool
+    """Whether that is the key's position itself."""
+
+    @cached_property
+    def direction(self) -> int:
+        """1 if the key's side never falls, -1 if it never rises, else 0."""
+        if self.is_position:
+            return 1
+        steps = self.of_kv.diff()
+        return 1 if bool((steps >= 0).all()) else -1 if bool((steps <= 0).all()) else 0
+
+    @cached_property
+    def _rising(self) -> Tensor:
+        return self.of_kv if self.direction > 0 else -self.of_kv
+
+    @cached_property
+    def _first(self) -> int | None:
+        """The key's side of the first key, if it rises by one from key to key."""
+        by_one = self.is_position or bool((self._rising.diff() == 1).all())
+        return int(self._rising[0]) if by_one else None
+
+    def keys_before(self, values: Tensor, *, right: bool) -> Tensor:
+        """int64 How many keys are smaller than each value, or with `right` no larger."""
+        if self._first is not None:
+            return (values + (int(right) - self._first)).clamp_(0, self.of_kv.numel())
+        return _per_stretch(values, lambda x: torch.searchsorted(self._rising, x, right=right))
+
+    @cached_property
+    def _alike(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Values of the key's side, ascending, with the range of keys that have each."""
+        begin = _stretches(self.of_kv)
+        stop = torch.cat([begin[1:], torch.tensor([self.of_kv.numel()])])
+        values, order = torch.sort(take(self.of_kv, begin))
+        if bool((values.diff() == 0).any()):
+            return None
+        return values, take(begin, order), take(stop, order)
+
+    def equal_to(self, of_q: Tensor) -> list[_Column] | None:
+        """Keys of the same value, if those are side by side."""
+        if self._alike is None:
+            return None
+        values, begin, stop = self._alike
+
+        def edge(of: Tensor) -> Callable[[Tensor], Tensor]:
+            def found(x: Tensor) -> Tensor:
+                at = torch.searchsorted(values, x).clamp(max=values.numel() - 1)
+                return torch.where(take(values, at) == x, take(of, at), 0)
+
+            return found
+
+        return [(_per_stretch(of_q, edge(begin)), _per_stretch(of_q, edge(stop)))]
+
+
+def _is_small(values: Tensor) -> bool:
+    """Whether sums of such values can't wrap."""
+    least, most = torch.aminmax(values)
+    return max(abs(int(least)), abs(int(most))) <= _EXACT
+
+
+def _stretches(values: Tensor) -> Tensor:
+    """Where values begin to be others than before."""
+    first = torch.nonzero(values[1:] != values[:-1]).squeeze(1) + 1
+    return torch.cat([torch.zeros(1, dtype=torch.int64), first])
+
+
+def _per_stretch(values: Tensor, found: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of values, worked out once for equal neighbours."""
+    begin = _stretches(values)
+    if begin.numel() * 4 > values.numel():
+        return found(values)
+    sizes = torch.cat([begin, torch.tensor([values.numel()])]).diff()
+    return torch.repeat_interleave(found(take(values, begin)), sizes)
+
+
+def _intersection(a: list[_Column], b: list[_Column]) -> list[_Column] | None:
+    found = []
+    for x in a:
+        for y in b:
+            start = torch.maximum(x[0], y[0])
+            stop = torch.maximum(torch.minimum(x[1], y[1]), start)
+            found.append((start, stop))
+    return _without_empty(found)
+
+
+def _union(a: list[_Column], b: list[_Column]) -> list[_Column] | None:
+    found = list(a)
+    for start, stop in b:
+        for i, (x, y) in enumerate(found):
+            # What overlaps or touches moves over into the new range.
+            meets = (x < y) & (start < stop) & (start <= y) & (x <= stop)
+            start = torch.where(meets, torch.minimum(start, x), start)
+            stop = torch.where(meets, torch.maximum(stop, y), stop)
+            found[i] = (torch.where(meets, 0, x), torch.where(meets, 0, y))
+        for i, (x, y) in enumerate(found):
+            free = (x >= y) & (start < stop)
+            found[i] = (torch.where(free, start, x), torch.where(free, stop, y))
+            start, stop = torch.where(free, 0, start), torch.where(free, 0, stop)
+        found.append((start, stop))
+    return _without_empty(found)
+
+
+def _without_empty(columns: list[_Column]) -> list[_Column] | None:
+    """Columns that have a range in any row; None if those are too many."""
+    kept = [column for column in columns if bool((column[0] < column[1]).any())]
+    return kept if len(kept) <= _MOST else None

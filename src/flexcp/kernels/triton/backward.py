@@ -1,0 +1,281 @@
+"""The backward kernels: prep (delta), dq by query tile, and dk and dv by key tile.
+
+Scores are computed again from the *global* lse. Every tile of a gradient is written by one program,
+in the order of its lists: no atomics, and the same bits in every run.
+"""
+
+import triton
+import triton.language as tl
+
+from flexcp.kernels.triton.forward import LOG2_E
+from flexcp.kernels.triton.tile_steps import (
+    add_product,
+    kernel,
+    product,
+    read,
+    read_bits,
+    read_former,
+    read_listed,
+    tile_base,
+    tile_offsets,
+    write,
+)
+
+
+@kernel
+def prep(
+    grad_out, out, grad_lse, delta,
+    g_batch: tl.int64, g_head: tl.int64, g_row: tl.int64,
+    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+    lse_batch: tl.int64, lse_head: tl.int64,
+    delta_batch: tl.int64, delta_head: tl.int64,
+    heads: tl.int32, q_len: tl.int32, tiles: tl.int32, has_grad_lse: tl.int32,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Delta = sum(grad_out * out) - grad_lse of each row."""
+    program = tl.program_id(0)
+    batch = (program // tiles // heads).to(tl.int64)
+    head = (program // tiles % heads).to(tl.int64)
+    first = program % tiles * BM
+    rows_left = q_len - first
+    g = read(
+        tile_base(grad_out, batch, head, first, g_batch, g_head, g_row, UNIT),
+        tile_offsets(g_row, UNIT, BM, DV), rows_left, VALUE_DIM, True,
+    )  # fmt: skip
+    o = read(
+        tile_base(out, batch, head, first, out_batch, out_head, out_row, OUT_UNIT),
+        tile_offsets(out_row, OUT_UNIT, BM, DV), rows_left, VALUE_DIM, True,
+    )  # fmt: skip
+    found = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    rows = tl.arange(0, BM)
+    inside = rows < rows_left
+    from_lse = grad_lse + batch * lse_batch + head * lse_head + first + rows
+    found -= tl.load(from_lse, mask=rows < rows_left * has_grad_lse, other=0.0)
+    tl.store(delta + batch * delta_batch + head * delta_head + first + rows, found, mask=inside)
+
+
+@triton.jit
+def read_lse(base, rows_left, BM: tl.constexpr):
+    """Lse in units of log2; +inf for rows that see nothing, so that their weights are 0."""
+    rows = tl.arange(0, BM)
+    lse = tl.load(base + rows, mask=rows < rows_left, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+
+
+@triton.jit
+def dq_step(
+    q, g, k, v, lse, delta, sums, score_scale, allowed, MASKED: tl.constexpr, WIDEN: tl.constexpr
+):
+    """Adds what one key tile gives to the gradient of the queries."""
+    scores = product(q, k.T, WIDEN)
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    weights = tl.math.exp2(scores * score_scale - lse[:, None])
+    grad_scores = weights * (product(g, v.T, WIDEN) - delta[:, None])
+    return add_product(sums, grad_scores.to(k.dtype), k, WIDEN)
+
+
+@kernel
+def dq(
+    q, k, v, grad_out, lse, delta, grad_q,
+    plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    g_batch: tl.int64, g_head: tl.int64, g_row: tl.int64,
+    lse_batch: tl.int64, lse_head: tl.int64,
+    delta_batch: tl.int64, delta_head: tl.int64,
+    dq_batch: tl.int64, dq_head: tl.int64, dq_row: tl.int64,
+    plane_batch: tl.int32, plane_head: tl.int32,
+    heads: tl.int32, group: tl.int32, q_len: tl.int32, kv_len: tl.int32, tiles: tl.int32,
+    has_former: tl.int32, sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+    TMA: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one query tile, added to what is there if `has_former`."""
+    program = tl.program_id(0)
+    batch = (program // tiles // heads).to(tl.int64)
+    head = (program // tiles % heads).to(tl.int64)
+    kv_head = head // group
+    plane = tl.load(plane_of + batch * plane_batch + head * plane_head)
+    tile = tl.load(order + plane * tiles + program % tiles)
+    first = tile * BM
+    rows_left = q_len - first
+    line = plane * tiles + tile
+
+    q_tile = read(
+        tile_base(q, batch, head, first, q_batch, q_head, q_row, UNIT),
+        tile_offsets(q_row, UNIT, BM, D), rows_left, HEAD_DIM, True,
+    )  # fmt: skip
+    q_tile = (q_tile.to(tl.float32) * sign).to(q_tile.dtype)
+    g_tile = read(
+        tile_base(grad_out, batch, head, first, g_batch, g_head, g_row, UNIT),
+        tile_offsets(g_row, UNIT, BM, DV), rows_left, VALUE_DIM, True,
+    )  # fmt: skip
+    rows = tl.arange(0, BM)
+    row_lse = read_lse(lse + batch * lse_batch + head * lse_head + first, rows_left, BM)
+    row_delta = tl.load(
+        delta + batch * delta_batch + head * delta_head + first + rows,
+        mask=rows < rows_left, other=0.0,
+    )  # fmt: skip
+    k_offsets = tile_offsets(k_row, UNIT, BN, D)
+    v_offsets = tile_offsets(v_row, UNIT, BN, DV)
+    sums = tl.zeros([BM, D], tl.float32)
+
+    for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
+        row = tl.load(full_tile + at) * BN
+        k_tile = read_listed(
+            k, batch, kv_head, row, k_batch, k_head, k_row, k_offsets, BN,
+            HEAD_DIM, False, UNIT, TMA,
+        )  # fmt: skip
+        v_tile = read_listed(
+            v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
+            VALUE_DIM, False, UNIT, TMA,
+        )  # fmt: skip
+        sums = dq_step(
+            q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, True,
+            False, WIDEN,
+        )  # fmt: skip
+
+    for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
+        row = tl.load(partial_tile + at) * BN
+        allowed = read_bits(patterns, tl.load(partial_pattern + at), BM, BN)
+        k_tile = read_listed(
+            k, batch, kv_head, row, k_batch, k_head, k_row, k_offsets, kv_len - row,
+            HEAD_DIM, True, UNIT, TMA,
+        )  # fmt: skip
+        v_tile = read_listed(
+            v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
+            VALUE_DIM, True, UNIT, TMA,
+        )  # fmt: skip
+        sums = dq_step(
+            q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, allowed,
+            True, WIDEN,
+        )  # fmt: skip
+
+    base = tile_base(grad_q, batch, head, first, dq_batch, dq_head, dq_row, OUT_UNIT)
+    offsets = tile_offsets(dq_row, OUT_UNIT, BM, D)
+    former = read_former(base, offsets, rows_left, has_former, HEAD_DIM).to(tl.float32)
+    write(base, offsets, former + sums * scale, rows_left, HEAD_DIM)
+
+
+@triton.jit
+def dkdv_step(
+    q, g, k, v, lse, delta, k_sums, v_sums, score_scale, allowed,
+    MASKED: tl.constexpr, DK: tl.constexpr, DV_WANTED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Adds what one query tile gives to the gradients of the keys and values."""
+    scores = product(k, q.T, WIDEN)
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    weights = tl.math.exp2(scores * score_scale - lse[None, :])
+    if DV_WANTED:
+        v_sums = add_product(v_sums, weights.to(g.dtype), g, WIDEN)
+    if DK:
+        grad_scores = weights * (product(v, g.T, WIDEN) - delta[None, :])
+        k_sums = add_product(k_sums, grad_scores.to(q.dtype), q, WIDEN)
+    return k_sums, v_sums
+
+
+@kernel
+def dkdv(
+    q, k, v, grad_out, lse, delta, grad_k, grad_v,
+    plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    g_batch: tl.int64, g_head: tl.int64, g_row: tl.int64,
+    lse_batch: tl.int64, lse_head: tl.int64,
+    delta_batch: tl.int64, delta_head: tl.int64,
+    dk_batch: tl.int64, dk_head: tl.int64, dk_row: tl.int64,
+    dv_batch: tl.int64, dv_head: tl.int64, dv_row: tl.int64,
+    plane_batch: tl.int32, plane_head: tl.int32,
+    kv_heads: tl.int32, group: tl.int32, q_len: tl.int32, kv_len: tl.int32, tiles: tl.int32,
+    sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+    DK: tl.constexpr, DV_WANTED: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one key tile, over the query tiles of all heads that share it.
+
+    The lists and the bits are transposed: by key tile, and a word per 32 queries. A ragged query
+    tile is always partial here, so that rows past the end add nothing.
+    """
+    program = tl.program_id(0)
+    batch = (program // tiles // kv_heads).to(tl.int64)
+    kv_head = (program // tiles % kv_heads).to(tl.int64)
+    # The heads of a group may differ in their planes; the first one's order serves all.
+    plane = tl.load(plane_of + batch * plane_batch + kv_head * group * plane_head)
+    tile = tl.load(order + plane * tiles + program % tiles)
+    first = tile * BN
+    rows_left = kv_len - first
+
+    k_tile = read(
+        tile_base(k, batch, kv_head, first, k_batch, k_head, k_row, UNIT),
+        tile_offsets(k_row, UNIT, BN, D), rows_left, HEAD_DIM, True,
+    )  # fmt: skip
+    k_tile = (k_tile.to(tl.float32) * sign).to(k_tile.dtype)
+    v_tile = read(
+        tile_base(v, batch, kv_head, first, v_batch, v_head, v_row, UNIT),
+        tile_offsets(v_row, UNIT, BN, DV), rows_left, VALUE_DIM, True,
+    )  # fmt: skip
+    q_offsets = tile_offsets(q_row, UNIT, BM, D)
+    g_offsets = tile_offsets(g_row, UNIT, BM, DV)
+    rows = tl.arange(0, BM)
+    k_sums = tl.zeros([BN, D], tl.float32)
+    v_sums = tl.zeros([BN, DV], tl.float32)
+
+    for member in tl.range(0, group):
+        head = kv_head * group + member
+        plane = tl.load(plane_of + batch * plane_batch + head * plane_head)
+        line = plane * tiles + tile
+        head_lse = lse + batch * lse_batch + head * lse_head
+        head_delta = delta + batch * delta_batch + head * delta_head
+
+        for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
+            row = tl.load(full_tile + at) * BM
+            q_tile = read_listed(
+                q, batch, head, row, q_batch, q_head, q_row, q_offsets, BM,
+                HEAD_DIM, False, UNIT, TMA,
+            )  # fmt: skip
+            g_tile = read_listed(
+                grad_out, batch, head, row, g_batch, g_head, g_row, g_offsets, BM,
+                VALUE_DIM, False, UNIT, TMA,
+            )  # fmt: skip
+            row_lse = read_lse(head_lse + row, BM, BM)
+            row_delta = tl.load(head_delta + row + rows)
+            k_sums, v_sums = dkdv_step(
+                q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
+                True, False, DK, DV_WANTED, WIDEN,
+            )  # fmt: skip
+
+        for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
+            row = tl.load(partial_tile + at) * BM
+            allowed = read_bits(patterns, tl.load(partial_pattern + at), BN, BM)
+            q_tile = read_listed(
+                q, batch, head, row, q_batch, q_head, q_row, q_offsets, q_len - row,
+                HEAD_DIM, True, UNIT, TMA,
+            )  # fmt: skip
+            g_tile = read_listed(
+                grad_out, batch, head, row, g_batch, g_head, g_row, g_offsets, q_len - row,
+                VALUE_DIM, True, UNIT, TMA,
+            )  # fmt: skip
+            row_lse = read_lse(head_lse + row, q_len - row, BM)
+            row_delta = tl.load(head_delta + row + rows, mask=rows < q_len - row, other=0.0)
+            k_sums, v_sums = dkdv_step(
+                q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
+                allowed, True, DK, DV_WANTED, WIDEN,
+            )  # fmt: skip
+
+    if DK:
+        write(
+            tile_base(grad_k, batch, kv_head, first, dk_batch, dk_head, dk_row, OUT_UNIT),
+            tile_offsets(dk_row, OUT_UNIT, BN, D), k_sums * scale, rows_left, HEAD_DIM,
+        )  # fmt: skip
+    if DV_WANTED:
+        write(
+            tile_base(grad_v, batch, kv_head, first, dv_batch, dv_head, dv_row, OUT_UNIT),
+            tile_offsets(dv_row, OUT_UNIT, BN, DV), v_sums, rows_left, VALUE_DIM,
+        )  # fmt: skip

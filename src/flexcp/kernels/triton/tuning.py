@@ -1,0 +1,194 @@
+"""The tuning table: tiles, warps and stages by architecture, head dim, type and Triton version.
+
+Every entry was compiled for its architecture: at head dims 64 and 128 none of them spills
+registers, and all fit the shared memory. Which is fastest only hardware can tell; a user names
+others in the kernel's name: `kernel="triton: forward=128x64 w8 s3"`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from flexcp.errors import FlexCPError
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one kernel is compiled."""
+
+    rows: int
+    """Queries of a tile."""
+    cols: int
+    """Keys of a tile."""
+    warps: int
+    stages: int
+    tma: bool = False
+    """Whether listed tiles are read through tensor descriptors, if the tensors allow it."""
+
+    def __str__(self) -> str:
+        text = f"{self.rows}x{self.cols} w{self.warps} s{self.stages}"
+        return f"{text} tma" if self.tma else text
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernels of a call are compiled."""
+
+    forward: TileConfig
+    dq: TileConfig
+    dkdv: TileConfig
+    """Gradients of keys and values together; or, with `dv`, of keys alone."""
+    dv: TileConfig | None = None
+    """Gradients of values in a launch of their own, where registers don't suffice for both."""
+    arch: str = "interpreter"
+    """What the table has them for."""
+
+    def __str__(self) -> str:
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name}={x}" for name, x in named if isinstance(x, TileConfig))
+
+
+def _tuning(forward: str, dq: str, dkdv: str, dv: str | None = None) -> Tuning:
+    return Tuning(
+        parse_tile(forward),
+        parse_tile(dq),
+        parse_tile(dkdv),
+        None if dv is None else parse_tile(dv),
+    )
+
+
+_TILE = re.compile(r"(\d+)x(\d+)\s*w(\d+)\s*s(\d+)(\s*tma)?")
+
+
+def parse_tile(text: str) -> TileConfig:
+    """The configuration that a text such as "128x64 w8 s3" says; "tma" at its end for descriptors.
+
+    >>> parse_tile("128x64 w8 s3")
+    TileConfig(rows=128, cols=64, warps=8, stages=3, tma=False)
+    """
+    found = _TILE.fullmatch(text.strip())
+    rows, cols, warps, stages = (0, 0, 0, 0) if found is None else map(int, found.groups()[:4])
+    powers = all(n > 0 and n & (n - 1) == 0 for n in (rows, cols, warps))
+    if found is None or not powers or min(rows, cols) < 16:
+        raise FlexCPError(
+            "a tile such as '128x64 w8 s3': queries x keys (powers of two from 16), warps, stages",
+            repr(text),
+            "leave it out to have that of the table",
+        )
+    return TileConfig(rows, cols, warps, stages, found[5] is not None)
+
+
+INTERPRETER = _tuning("64x64 w4 s1", "64x64 w4 s1", "64x64 w4 s1")
+
+# fmt: off
+TABLE: Mapping[tuple[str, str, int], Tuning] = {
+    ("sm_80", "half", 64): _tuning("128x64 w4 s3", "128x32 w8 s2", "64x128 w8 s2"),
+    ("sm_80", "half", 128): _tuning("128x64 w8 s3", "64x64 w8 s2", "64x64 w8 s2"),
+    ("sm_80", "half", 256): _tuning("64x64 w8 s2", "64x32 w8 s2", "32x32 w8 s2"),
+    ("sm_80", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "32x32 w4 s2"),
+    ("sm_80", "single", 128): _tuning("32x32 w8 s2", "32x32 w8 s2", "16x32 w8 s2"),
+    ("sm_80", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
+    ("sm_90", "half", 64): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "64x128 w8 s2 tma"),
+    ("sm_90", "half", 128): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "32x128 w8 s2 tma"),
+    ("sm_90", "half", 256): _tuning("128x64 w8 s2 tma", "64x32 w8 s2", "32x32 w8 s2 tma"),
+    ("sm_90", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "16x32 w8 s2"),
+    ("sm_90", "single", 128): _tuning("16x32 w8 s2", "16x32 w8 s2", "16x32 w8 s2"),
+    ("sm_90", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
+    ("sm_100", "half", 64): _tuning("128x128 w8 s2 tma", "128x128 w8 s2", "64x128 w8 s2 tma"),
+    ("sm_100", "half", 128): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "64x128 w8 s1 tma"),
+    ("sm_100", "half", 256): _tuning(
+        "128x64 w8 s2 tma", "64x64 w8 s1", "64x128 w8 s1 tma", "64x128 w8 s1 tma"
+    ),
+    ("sm_100", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "16x32 w8 s2"),
+    ("sm_100", "single", 128): _tuning("16x32 w8 s2", "16x32 w8 s2", "16x32 w8 s2"),
+    ("sm_100", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
+    ("gfx942", "half", 64): _tuning("128x64 w4 s1", "64x64 w4 s1", "64x64 w4 s1"),
+    ("gfx942", "half", 128): _tuning("128x64 w4 s1", "64x32 w4 s1", "32x32 w4 s1"),
+    ("gfx942", "half", 256): _tuning("64x32 w4 s1", "32x32 w4 s1", "16x32 w4 s1"),
+    ("gfx942", "single", 64): _tuning("64x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
+    ("gfx942", "single", 128): _tuning("32x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
+    ("gfx942", "single", 256): _tuning("32x16 w4 s1", "16x16 w4 s1", "16x16 w4 s1"),
+}
+# fmt: on
+"""By architecture, type ("half" or "single") and largest head dim; for Triton 3.9."""
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+"""What the table has entries for."""
+
+_HEAD_DIMS = (64, 128, 256)
+
+
+def nearest_known(arch: str) -> str:
+    """The architecture of the table that is most like a given one.
+
+    Consumer Blackwell (sm_120) has the matrix instructions of sm_80, not those of sm_100.
+
+    >>> nearest_known("sm_90"), nearest_known("sm_89"), nearest_known("sm_120")
+    ('sm_90', 'sm_80', 'sm_80')
+    """
+    if arch in (*ARCHITECTURES, "interpreter"):
+        return arch
+    if arch.startswith("gfx"):
+        return "gfx942"
+    major = int(re.sub(r"\D", "", arch) or 0) // 10
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100"}.get(major, "sm_80")
+
+
+def tuning_for(
+    arch: str, head_dim: int, value_dim: int, dtype: torch.dtype, wishes: str = ""
+) -> tuple[Tuning, tuple[str, ...]]:
+    """How to compile the kernels for an architecture, and what there is to say about it.
+
+    Args:
+        arch: "sm_90", "gfx942", ..., or "interpreter".
+        head_dim: of queries and keys.
+        value_dim: of values.
+        dtype: of all of them.
+        wishes: "forward=128x64 w8 s3, dq=..." overrides what the table says.
+
+    >>> found, why = tuning_for("sm_86", 64, 64, torch.bfloat16, "forward=64x64 w4 s2")
+    >>> str(found.forward), why[0]
+    ('64x64 w4 s2', 'tiles of sm_80, the nearest to sm_86 that was tuned')
+    """
+    known = nearest_known(arch)
+    reasons = [
+        f"tiles of {known}"
+        if known == arch
+        else f"tiles of {known}, the nearest to {arch} that was tuned"
+    ]
+    found = INTERPRETER
+    if known != "interpreter":
+        kind = "single" if dtype == torch.float32 else "half"
+        size = next((n for n in _HEAD_DIMS if n >= max(head_dim, value_dim)), _HEAD_DIMS[-1])
+        found = TABLE[known, kind, size]
+    found = replace(found, arch=known)
+    if wishes:
+        named: dict[str, Any] = dict(_wish(part) for part in wishes.split(","))
+        if "dkdv" in named and "dv" not in named:
+            found = replace(found, dv=None)
+        found = replace(found, **named)
+        reasons.append("some tiles were asked for by name")
+    return found, (*reasons, str(found))
+
+
+def names_every_kernel(wishes: str) -> bool:
+    """Whether nothing is left to the table."""
+    return {"forward", "dq", "dkdv"} <= {
+        part.partition("=")[0].strip() for part in wishes.split(",")
+    }
+
+
+def _wish(text: str) -> tuple[str, TileConfig]:
+    name, _, tile = text.partition("=")
+    if name.strip() not in ("forward", "dq", "dkdv", "dv"):
+        raise FlexCPError(
+            "tiles for 'forward', 'dq', 'dkdv' or 'dv', such as 'triton: forward=128x64 w8 s3'",
+            repr(text.strip()),
+            "leave it out to have that of the table",
+        )
+    return name.strip(), parse_tile(tile)

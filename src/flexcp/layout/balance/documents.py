@@ -1,0 +1,214 @@
+"""Documents: stretches of rows that no other stretch has to do with, their work and their needs."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from flexcp.layout.work import Work
+
+DENSE = 16
+"""Rows with this many times the work of the mean row are dealt out one by one."""
+Run = tuple[int, int]
+"""First row of a stretch, and the row after the last."""
+Piece = tuple[int, int, int]
+"""Document, first row, row after the last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """A sequence as documents, with the work of any stretch of rows and the keys that it sees."""
+
+    work: Work
+    edges: list[int]
+    """Where each document begins, and the end of the sequence."""
+
+    @classmethod
+    def of(cls, work: Work) -> Documents:
+        """Finds them: a mask without seams has one document."""
+        return cls(work, [0, *work.seams.tolist(), work.seq_len])
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    @cached_property
+    def total(self) -> int:
+        """Pairs of all rows."""
+        return int(self._before[-1])
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each document."""
+        return [b - a for a, b in pairwise(self.edges)]
+
+    @cached_property
+    def areas(self) -> list[int]:
+        """Pairs of each document."""
+        return torch.diff(self._before[torch.tensor(self.edges)]).tolist()
+
+    @property
+    def _before(self) -> Tensor:
+        return self.work.before_rows
+
+    @cached_property
+    def before(self) -> Sequence[int]:
+        """Work of all rows before each."""
+        return _integers(self._before)  # kept with `work`
+
+    @cached_property
+    def hull(self) -> tuple[Sequence[int], Sequence[int]]:
+        """First key that each row sees, and the key after the last."""
+        return _integers(self.work.first_key), _integers(self.work.last_key)
+
+    def area(self, start: int, stop: int) -> int:
+        """Pairs of a stretch of rows."""
+        return self.before[stop] - self.before[start]
+
+    def needs(self, document: int, runs: Sequence[Run]) -> int:
+        """Rows of others that a rank needs for some stretches of a document, about."""
+        first, last = self.hull
+        if not runs:
+            return 0
+        own, low, high = 0, self.edges[document + 1], 0
+        for start, stop in runs:
+            own += stop - start
+            begin, end = first[start], last[stop - 1]
+            if begin < low:
+                low = begin
+            if end > high:
+                high = end
+        return high - low - own
+
+    def holder(self, row: int) -> int:
+        """The document that a row is in."""
+        return bisect_right(self.edges, row) - 1
+
+    @cached_property
+    def dense_rows(self) -> list[int]:
+        """Rows with many times the work of the mean row."""
+        dense = self._before.diff() * self.work.seq_len > DENSE * self.total
+        return torch.nonzero(dense).squeeze(1).tolist()
+
+    def heavy_and_light(
+        self, document: int, coarse: int, mean: float
+    ) -> tuple[list[Run], list[Run]]:
+        """The rows of a document with more than a mean work, last first; the others, first first.
+
+        `coarse` rows are judged together where single ones differ too often.
+        """
+        begin, end = self.edges[document], self.edges[document + 1]
+        if end - begin <= coarse:
+            whole = [(begin, end)]
+            return (whole, []) if self.areas[document] > mean * (end - begin) else ([], whole)
+        before = self._before[begin : end + 1]
+        size = end - begin
+        heavy = before.diff() > mean
+        edges = torch.nonzero(heavy[1:] != heavy[:-1]).squeeze(1) + 1
+        first_heavy = bool(heavy[0])
+        if edges.numel() > 2 * (size // coarse):
+            cells = torch.arange(0, size, coarse)
+            ends = torch.cat([cells[1:], torch.tensor([size])])
+            above = (before[ends] - before[cells]) > mean * (ends - cells)
+            edges = ends[:-1][above[1:] != above[:-1]]
+            first_heavy = bool(above[0])
+        bounds = [begin, *(edges + begin).tolist(), end]
+        runs = list(pairwise(bounds))
+        of_heavy, of_light = runs[0 if first_heavy else 1 :: 2], runs[1 if first_heavy else 0 :: 2]
+        return of_heavy[::-1], of_light
+
+
+def _integers(vector: Tensor) -> Sequence[int]:
+    """A vector of int64 whose entries can be read one by one without making a tensor of each.
+
+    The vector has to be kept for as long as the result is used.
+    """
+    assert vector.dtype == torch.int64
+    assert vector.is_contiguous()
+    found = (ctypes.c_int64 * vector.numel()).from_address(vector.data_ptr())
+    return cast("Sequence[int]", found)
+
+
+class RowQueue:
+    """Stretches of rows in the order in which they are dealt out."""
+
+    def __init__(self, documents: Documents, runs: list[tuple[int, int]], *, from_end: bool):
+        self._documents, self._runs, self._from_end = documents, runs, from_end
+        self._tokens, self._areas = [0], [0]
+        for start, stop in runs:
+            self._tokens.append(self._tokens[-1] + stop - start)
+            self._areas.append(self._areas[-1] + documents.area(start, stop))
+
+    @property
+    def size(self) -> int:
+        """How many rows there are."""
+        return self._tokens[-1]
+
+    def area(self, rows: int) -> int:
+        """Pairs of so many of the first rows to be dealt out."""
+        at = max(0, bisect_left(self._tokens, rows) - 1)
+        rest = rows - self._tokens[at]
+        if rest == 0:
+            return self._areas[at]
+        start, stop = self._runs[at]
+        part = (stop - rest, stop) if self._from_end else (start, start + rest)
+        return self._areas[at] + self._documents.area(*part)
+
+    def stretches(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The rows from the first to the last to be dealt out, as stretches of the sequence."""
+        found = []
+        at = max(0, bisect_right(self._tokens, first) - 1)
+        while at < len(self._runs) and self._tokens[at] < last:
+            (start, stop), before = self._runs[at], self._tokens[at]
+            a, b = max(first - before, 0), min(last - before, stop - start)
+            if a < b:
+                found.append((stop - b, stop - a) if self._from_end else (start + a, start + b))
+            at += 1
+        return found
+
+
+def shares(
+    documents: Documents, document: int, tokens: Sequence[int], coarse: int
+) -> list[list[Piece]]:
+    """A document cut into parts of given sizes, each with its share of the work."""
+    mean = documents.areas[document] / documents.sizes[document]
+    runs = documents.heavy_and_light(document, coarse, mean)
+    return mixed(documents, *runs, tokens)
+
+
+def mixed(
+    documents: Documents, heavy_runs: list[Run], light_runs: list[Run], tokens: Sequence[int]
+) -> list[list[Piece]]:
+    """Rows cut into parts of given sizes, each with its share of the work.
+
+    Each part gets heavy rows and light ones in their order: what is left has the same mean work as
+    before, so that the next part finds its mix as well.
+    """
+    heavy = RowQueue(documents, heavy_runs, from_end=True)
+    light = RowQueue(documents, light_runs, from_end=False)
+    size, total = heavy.size + light.size, heavy.area(heavy.size) + light.area(light.size)
+    found: list[list[Piece]] = []
+    given = dear = 0
+    for count in tokens:
+        given += count
+        goal = total * given // max(1, size)
+        cheap_before, dear_before = given - count - dear, dear
+        # More heavy rows among as many rows are always more work.
+        low, high = max(dear, given - light.size), min(heavy.size, dear + count)
+        while low < high:
+            middle = (low + high) // 2
+            if heavy.area(middle) + light.area(given - middle) < goal:
+                low = middle + 1
+            else:
+                high = middle
+        dear = low
+        runs = heavy.stretches(dear_before, dear) + light.stretches(cheap_before, given - dear)
+        found.append([(documents.holder(a), a, b) for a, b in sorted(runs)])
+    return found

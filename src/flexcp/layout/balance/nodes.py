@@ -1,0 +1,51 @@
+"""Which ranks are neighbours: those that share a document go to one node."""
+
+from __future__ import annotations
+
+from flexcp.layout.balance.trades import Deal
+
+
+def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
+    """The ranks in an order in which those that share a document are on one node, if they fit.
+
+    Ranks differ in nothing but the rows that they have, so that any order is as good but for this.
+    Documents of which most rows move choose first.
+    """
+    ranks = len(deal.shares)
+    if ranks <= ranks_per_node:
+        return list(range(ranks))
+    sharers: dict[int, list[int]] = {}
+    moved: dict[int, int] = {}
+    for rank, share in enumerate(deal.shares):
+        for document, rows in share.needed.items():
+            sharers.setdefault(document, []).append(rank)
+            moved[document] = moved.get(document, 0) + rows
+    nodes: list[list[int]] = [[] for _ in range(-(-ranks // ranks_per_node))]
+    room = [min(ranks_per_node, ranks - i * ranks_per_node) for i in range(len(nodes))]
+    node_of: dict[int, int] = {}
+
+    def place(rank: int, node: int) -> None:
+        node_of[rank] = node
+        nodes[node].append(rank)
+        room[node] -= 1
+
+    for document in sorted(moved, key=lambda d: (-moved[d], d)):
+        if not moved[document]:
+            continue
+        new = [rank for rank in sharers[document] if rank not in node_of]
+        near = [node_of[rank] for rank in sharers[document] if rank in node_of]
+        while new:
+            # Where most of its ranks are, if all others fit; else where all, or most, of them fit.
+            fits = [n for n in range(len(nodes)) if room[n] >= len(new)]
+            node = min(
+                fits or [n for n in range(len(nodes)) if room[n]],
+                key=lambda n: (-near.count(n), room[n] if fits else -room[n], n),
+            )
+            count = min(len(new), room[node])
+            for rank in new[:count]:
+                place(rank, node)
+            new = new[count:]
+    for rank in range(ranks):
+        if rank not in node_of:
+            place(rank, next(n for n in range(len(nodes)) if room[n]))
+    return [rank for node in nodes for rank in sorted(node)]

@@ -1,0 +1,94 @@
+"""Another mask, length, batch or GQA ratio compiles nothing: counted without running anything.
+
+Kernels are compiled in a process of their own, where Triton's interpreter is off.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+COUNT = """
+import json, torch, triton
+from collections import Counter
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+
+class NoDevice(DriverBase):
+    def __init__(self): self.stream = 0
+    @classmethod
+    def is_active(cls): return True
+    def map_python_to_cpp_type(self, ty): return ty
+    def get_current_target(self): return GPUTarget("cuda", {arch}, 32)
+    def get_active_torch_device(self): return torch.device("cpu")
+    def get_benchmarker(self): return None
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(NoDevice())
+compiled = Counter()
+
+
+def count(self, key, signature, device, constants, options, attrs, warmup):
+    compiled[self.fn.__name__] += 1
+    self.device_caches[device][0][key] = Nothing()
+    return self.device_caches[device][0][key]
+
+class Nothing:
+    def __getattr__(self, name): return None
+    def launch_metadata(self, *args): return None
+    def run(self, *args): pass
+
+from triton.runtime.jit import JITFunction
+JITFunction._do_compile = count
+
+from flexcp import Mask, build_block_grid, masks
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.shapes import shapes_of
+from flexcp.kernels.triton.kernel import TritonKernel
+from flexcp.kernels.triton.tuning import tuning_for
+
+tuning, _ = tuning_for("sm_{arch}", 64, 64, torch.bfloat16)
+kernel = TritonKernel(tuning)
+calls = 0
+noise = torch.rand(400, 400) > 0.5
+kinds = [masks.causal(), masks.full(), masks.sliding_window(33), masks.prefix_lm(50),
+         masks.causal() & masks.document(lengths=[100, 60, 240]),
+         Mask(lambda b, h, q, kv: noise[q, kv]),
+         Mask(lambda b, h, q, kv: (q >= kv) & (h != 1)), Mask(lambda b, h, q, kv: q < 0)]
+sizes = [(1, 1, 1, 400, 400), (2, 4, 1, 129, 16), (1, 6, 3, 1, 333), (3, 8, 8, 17, 400)]
+for mask in kinds:
+    for b, h, g, rows, keys in sizes:
+        grid = build_block_grid(mask, rows, keys, batch=b, heads=h)
+        shapes = CompiledShapes(shapes_of(grid))
+        q, k = torch.randn(b, h, rows, 64).bfloat16(), torch.randn(b, g, keys, 128).bfloat16()
+        k, v = k[..., :64], k[..., 64:]
+        found = kernel.forward(q, k, v, shapes, scale=-0.1 * (calls + 1))
+        found = kernel.forward(q, k, v, shapes, scale=0.125, former=found)
+        for lse in (None, found.lse):
+            back = kernel.backward(q, q, k, v, q, found.lse, shapes, scale=1.0, grad_lse=lse)
+        kernel.backward(q, q, k, v, q, found.lse, shapes, scale=1.0, grad_q=back.q)
+        calls += 1
+print(json.dumps([calls, compiled]))
+"""
+
+
+def counted(arch: int) -> tuple[int, dict[str, int]]:
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    code = COUNT.replace("{arch}", str(arch))
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    calls, compiled = json.loads(run.stdout)
+    return calls, compiled
+
+
+def test_32_calls_compile_each_kernel_once_by_address() -> None:
+    assert counted(80) == (32, {"forward": 1, "prep": 1, "dq": 1, "dkdv": 1})
+
+
+def test_32_calls_compile_each_kernel_once_by_descriptor() -> None:
+    assert counted(90) == (32, {"forward": 1, "prep": 1, "dq": 1, "dkdv": 1})

@@ -1,0 +1,104 @@
+"""Packs that nothing was tuned on: work is even, short documents stay whole, nodes keep theirs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from flexcp import build_block_grid, make_plan, masks
+from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
+
+LENGTH, RANKS = 1 << 16, 16
+KINDS = {
+    "uniform": lambda draw: draw.uniform(20, 1500),
+    "exponential": lambda draw: draw.expovariate(1 / 400),
+    "log-normal": lambda draw: draw.lognormvariate(5.5, 1.2),
+    "two-peaked": lambda draw: draw.gauss(200, 50) if draw.random() < 0.9 else draw.gauss(6e3, 1e3),
+    "Pareto": lambda draw: 40 * draw.paretovariate(1.1),
+}
+
+
+def pack(kind: str, seed: int) -> list[int]:
+    draw, lengths, left = random.Random(f"{kind} {seed}"), [], LENGTH
+    while left:
+        lengths.append(min(left, max(1, round(KINDS[kind](draw)))))
+        left -= lengths[-1]
+    return lengths
+
+
+def grid_of(lengths: list[int], *, causal: bool):
+    mask = masks.document(lengths=lengths)
+    return build_block_grid(mask & masks.causal() if causal else mask, sum(lengths))
+
+
+def imbalance(grid, layout: Layout) -> float:
+    areas = area_per_rank([grid], layout).double()
+    return float(areas.max() / areas.mean())
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_work_is_even_whatever_the_lengths(kind, causal, seed):
+    grid = grid_of(pack(kind, seed), causal=causal)
+    layout = balanced([grid], RANKS)
+    assert imbalance(grid, layout) <= 1.02
+    assert int(layout.counts.max()) - int(layout.counts.min()) <= 128
+
+
+@pytest.mark.parametrize("kind", ["uniform", "exponential"])
+def test_documents_that_fit_a_rank_hardly_move(kind):
+    """One document in a hundred may be cut, to make counts and work even."""
+    grid = grid_of(pack(kind, 0), causal=True)
+    rows = rows_needed([grid], balanced([grid], RANKS, pairs_per_row=2500.0)).counts(RANKS)
+    assert int(rows.sum()) <= 0.15 * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks"),
+    [([4096] * 16, 16), ([1000] * 128, 16), ([64] * 512, 8), ([1] * 4096, 4)],
+    ids=["the share", "equal", "small", "single tokens"],
+)
+def test_documents_that_divide_evenly_stay_where_they_are(lengths, ranks):
+    grid = grid_of(lengths, causal=True)
+    assert int(rows_needed([grid], balanced([grid], ranks)).counts(ranks).max()) == 0
+
+
+def test_ranks_that_share_a_document_are_on_one_node():
+    lengths = [6000, 500, 6000, 300, 6000, 6000] * 4
+    grid = grid_of(lengths, causal=True)
+    layout = balanced([grid], 32, ranks_per_node=4)
+    node = torch.arange(32) // 4
+    needs = rows_needed([grid], layout)
+    start, _, owner = layout.by_row
+    far = near = 0
+    for rank, first, last in zip(needs.rank, needs.start, needs.stop, strict=True):
+        at = torch.searchsorted(start, first, right=True) - 1
+        apart = bool(node[owner[at]] != node[rank])
+        far, near = far + int(last - first) * apart, near + int(last - first) * (not apart)
+    assert far < near
+
+
+def test_the_rest_of_the_model_is_balanced_with_attention():
+    lengths, flops = pack("log-normal", 1), 4e6
+    mask = masks.document(lengths=lengths) & masks.causal()
+    options = {"num_heads": 4, "head_dim": 64, "flops_per_token": flops, "token_slack": 0.5}
+    plan = make_plan(mask, LENGTH, 8, **options)
+    plan.check()
+    counts = plan.layout.counts
+    assert int(counts.max()) <= 1.5 * LENGTH / 8 + 1
+    areas = torch.tensor(plan.stats().area_per_rank, dtype=torch.float64)
+    work = areas + counts * (flops / plan.shape.flops_per_pair)
+    assert float(work.max() / work.mean()) <= 1.02
+
+
+def test_token_counts_may_differ_as_far_as_they_are_allowed_to():
+    lengths = [4000] * 4 + [1000] * 48
+    mask = masks.document(lengths=lengths) & masks.causal()
+    for slack in (0.0, 0.1, 0.4):
+        counts = make_plan(mask, sum(lengths), 8, token_slack=slack).layout.counts
+        mean = sum(lengths) / 8
+        assert mean * (1 - slack) - 1 <= int(counts.min())
+        assert int(counts.max()) <= mean * (1 + slack) + 1
