@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flexcp.integrations.parallelize import parallelize
     from flexcp.layout import Layout
     from flexcp.masks import Mask
-    from flexcp.ops import attention, flex_attention
+    from flexcp.ops import attention, flex_attention, varlen_attention
     from flexcp.plan import Machine, Plan, make_plan
     from flexcp.tools.verify import verify
 
@@ -35,6 +35,7 @@ __all__ = [
     "parallelize",
     "shard_batch",
     "testing",
+    "varlen_attention",
     "verify",
 ]
 
@@ -47,7 +48,7 @@ _HOMES = {
     "flexcp.layout": ("Layout",),
     "flexcp.masks": ("Mask",),
     "flexcp.plan": ("Machine", "Plan", "make_plan"),
-    "flexcp.ops": ("attention", "flex_attention"),
+    "flexcp.ops": ("attention", "flex_attention", "varlen_attention"),
     "flexcp.tools.verify": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -20,7 +20,7 @@ from flexcp.ops.arguments import (
     overridable,
 )
 from flexcp.ops.autograd import differentiable
-from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention
+from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention, handle_of
 from flexcp.ops.local import local_attention
 from flexcp.ops.mask_cache import MaskLike
 from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
@@ -102,7 +102,7 @@ def flex_attention(
         )
     elif score_mod is None:
         out, lse, highest = compiled_local_attention(
-            query, key, value, block_mask, factor, sinks, wants_max, kernel
+            query, key, value, handle_of(block_mask), factor, sinks, wants_max, kernel
         )
     else:
         out, lse, highest = traced_local_attention(

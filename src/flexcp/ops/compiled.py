@@ -29,21 +29,29 @@ def compiled_local_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskLike | None,
+    handle: Tensor | None,
     scale: float,
     sinks: Tensor | None,
     wants_max: bool,
     kernel: str | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, lse and, if wanted, the largest scores of one device, as part of a compiled graph."""
-    handle = None if mask is None else getattr(mask, "graph_handle", None)
-    if mask is not None and handle is None:
-        id(mask)  # makes dynamo guard on which object it is
-        handle = _constant_handle(mask)
+    """out, lse and, if wanted, the largest scores of one device, as part of a compiled graph.
+
+    `handle` stands for the mask; None allows every pair.
+    """
     out, lse, *extras = _attention(
         q, k, v, sinks, handle, "", scale, False, wants_max, kernel, None, None
     )
     return out, lse, extras[0] if wants_max else None
+
+
+def handle_of(mask: MaskLike | None) -> Tensor | None:
+    """What stands for a mask in the graph that is being compiled."""
+    handle: Tensor | None = None if mask is None else getattr(mask, "graph_handle", None)
+    if mask is not None and handle is None:
+        id(mask)  # makes dynamo guard on which object it is
+        handle = _constant_handle(mask)
+    return handle
 
 
 def _constant_handle(mask: object) -> Tensor:
@@ -70,8 +78,13 @@ def compiled_sharded_attention(
     sinks: Tensor | None,
     gradients: bool,
     kernel: str | None,
+    *,
+    handle: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse over a plan, as part of a compiled graph."""
+    """Out and lse over a plan, as part of a compiled graph.
+
+    `handle` is another than the plan's own that stands for it.
+    """
     name = plan.mask_name(mask)
     plan.require_mesh()
     sizes = plan.sizes[name]
@@ -80,8 +93,9 @@ def compiled_sharded_attention(
     each = k.shape[1] if not sizes.swaps else sizes.kv_heads
     batch = 1 if plan.layout.batch_elements > 1 else k.shape[0]
     kept = (sizes.kept.shape[0] - 2) * batch * each * (k.shape[3] + v.shape[3])
+    handle = plan.graph_handle if handle is None else handle
     out, lse, *_ = _attention(
-        q, k, v, sinks, plan.graph_handle, name, scale, gradients, False, kernel, swapped, kept
+        q, k, v, sinks, handle, name, scale, gradients, False, kernel, swapped, kept
     )
     return out, lse
 
