@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexcp.compat._cp_options import _cp_options
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import per_document_head_tail
@@ -65,6 +66,15 @@ class _HeadTailLoadBalancer(_LoadBalancer):
             front, back = front + size - tail, back - tail
         order = torch.cat(parts)
         return (torch.argsort(order) if restore else order).unsqueeze(0).to(self.device)
+
+
+def _create_default_load_balancer(
+    seq_length: int, world_size: int, device: str | torch.device
+) -> _LoadBalancer | None:
+    """The balancer where none is said: head-tail for any length, unless that is switched off."""
+    if not _cp_options.enable_load_balance:
+        return None
+    return _HeadTailLoadBalancer(seq_length, world_size, device)
 
 
 class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 
 from flexcp.comm.faults import answered
+from flexcp.errors import FlexCPError
 
 
 @torch.library.custom_op("flexcp::flex_cp_allgather", mutates_args=())
@@ -58,6 +59,30 @@ def _own_shapes(
         shape[seq_dim] = rows
         shapes.append(grad.new_empty(shape))
     return shapes[0], shapes[1]
+
+
+def flex_cp_allgather_backward(
+    grad_full_k: Tensor, grad_full_v: Tensor, seq_dim: int, pg_name: str
+) -> tuple[Tensor, Tensor]:
+    """This rank's rows of gradients for all rows, summed over ranks that have as many rows each.
+
+    Args:
+        grad_full_k: What this rank says of the keys of all ranks.
+        grad_full_v: What it says of their values.
+        seq_dim: The sequence dimension.
+        pg_name: Name of the process group.
+    """
+    ranks = _group(pg_name).size()
+    rows = [x.shape[seq_dim] for x in (grad_full_k, grad_full_v)]
+    if any(n % ranks for n in rows):
+        raise FlexCPError(
+            f"lengths that {ranks} ranks share evenly",
+            f"{rows[0]} keys and {rows[1]} values",
+            "let autograd call it: flex_cp_allgather knows how many rows each rank has",
+        )
+    each = [n // ranks for n in rows]
+    summed: tuple[Tensor, Tensor] = _scatter_sum(grad_full_k, grad_full_v, *each, seq_dim, pg_name)
+    return summed
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:

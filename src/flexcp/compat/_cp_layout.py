@@ -21,8 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from flexcp.comm.agreement import Agreement
 from flexcp.comm.gather import gather_shards
 from flexcp.comm.process import ProcessTransport
-from flexcp.compat._cp_balancers import _HeadTailLoadBalancer, _LoadBalancer, shard_sizes
-from flexcp.compat._cp_options import _cp_options, _RotateMethod
+from flexcp.compat._cp_balancers import (
+    _create_default_load_balancer,
+    _LoadBalancer,
+    shard_sizes,
+)
+from flexcp.compat._cp_options import _RotateMethod
 from flexcp.compat._cp_transport import CollectiveTransport, FunctionalTransport
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
@@ -108,13 +112,17 @@ class CPGroup:
         ).wait()
         return counts.view(-1).cpu()
 
-    def layout_of(self, rows: int, device: torch.device, *tensors: Tensor) -> Layout:
+    def layout_of(
+        self, rows: int, device: torch.device, *tensors: Tensor, last_is_meant: bool = False
+    ) -> Layout:
         """The layout of a sequence of which this rank holds so many rows; every rank asks.
 
         Args:
             rows: Tokens of this rank.
             device: Where messages have to be.
             *tensors: What is sharded; if it is what sharding gave, there is nothing to guess.
+            last_is_meant: Whether the layout that was sharded or attended with last is meant, also
+                where shards of another are still alive.
         """
         known = _only([x for x in map(self._layout_of_shard, tensors) if x is not None])
         if known is not None and len(tensors) and int(known.counts[self.rank]) == rows:
@@ -131,7 +139,7 @@ class CPGroup:
         if contexts:
             return contexts[0]
         # What was sharded last is what is meant, unless shards of another layout are in use too.
-        in_use = {id(x): x for x in self.shards.values()}.values()
+        in_use = () if last_is_meant else {id(x): x for x in self.shards.values()}.values()
         found = _only([*fitting(self.sharded)[-1:], *fitting(in_use)])
         if found is not None:
             return found
@@ -198,9 +206,8 @@ def group_of(mesh: DeviceMesh) -> CPGroup:
 
 def default_layout(seq_len: int, ranks: int) -> Layout:
     """The layout where nothing else is said: head-tail, unless that is switched off."""
-    if not _cp_options.enable_load_balance:
-        return chunked_layout(seq_len, ranks)
-    return balanced_layout(_HeadTailLoadBalancer(seq_len, ranks, "cpu"), seq_len, ranks)
+    balancer = _create_default_load_balancer(seq_len, ranks, "cpu")
+    return balanced_layout(balancer, seq_len, ranks)
 
 
 @run_eagerly_on_cpu

@@ -167,6 +167,8 @@ def _attend(
             "shard query, key and value alike; for other sequences use one process",
         )
     layout = group.layout_of(query.shape[2], query.device, *shards)
+    if not group.sharded or group.sharded[-1] is not layout:
+        layout = group.remember(layout)
     plan = _plan(group, layout, query, key, is_causal)
     out = cast(Tensor, attention(query, key, value, plan, scale=scale))
     transport = plan.ranks.transport

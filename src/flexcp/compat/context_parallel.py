@@ -13,16 +13,22 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import (
+    implicit_replication,
+    local_map,
+    register_sharding,
+)
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.compat._cp_balancers import (
+    _create_default_load_balancer,
     _HeadTailLoadBalancer,
     _LoadBalancer,
     _PerDocumentHeadTailLoadBalancer,
     _PTRRLoadBalancer,
 )
 from flexcp.compat._cp_block_mask import shard_block_mask
-from flexcp.compat._cp_gather import flex_cp_allgather
+from flexcp.compat._cp_gather import flex_cp_allgather, flex_cp_allgather_backward
 from flexcp.compat._cp_layout import CPGroup, balanced_layout, default_layout, dim_of, group_of
 from flexcp.compat._cp_layout import shard as _shard
 from flexcp.compat._cp_layout import unshard as _unshard
@@ -41,10 +47,12 @@ from flexcp.compat._cp_options import (
     set_rotate_method,
 )
 from flexcp.compat._cp_sdpa import ShardedSDPA, patched_for_other_threads
+from flexcp.compat.flex_attention import create_block_mask
 from flexcp.compat.recomputation import kept_for_recomputation
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
+from flexcp.masks import Mask, MaskMod
 
 __all__ = [
     "_CausalBehavior",
@@ -56,12 +64,18 @@ __all__ = [
     "_RotateMethod",
     "_context_parallel_shard",
     "_cp_options",
+    "_create_cp_block_mask",
+    "_create_default_load_balancer",
     "_disable_context_parallel_dispatcher",
     "_enable_context_parallel_dispatcher",
     "_is_causal_behavior",
     "context_parallel",
     "context_parallel_unshard",
     "flex_cp_allgather",
+    "flex_cp_allgather_backward",
+    "implicit_replication",
+    "local_map",
+    "register_sharding",
     "set_rotate_method",
 ]
 
@@ -260,6 +274,33 @@ class _Sharder:
         return self._layouts[length]
 
 
+def _create_cp_block_mask(
+    mask_mod: Mask | MaskMod,
+    B: int,
+    H: int,
+    Q_LEN: int,
+    KV_LEN: int,
+    device_mesh: DeviceMesh,
+    load_balancer: _LoadBalancer | None = None,
+) -> BlockMask:
+    """The BlockMask of this rank's queries against the keys of all ranks; of any length.
+
+    Args:
+        mask_mod: A function of (b, h, q_idx, kv_idx) on positions in the whole sequence.
+        B: Batch size.
+        H: Number of query heads.
+        Q_LEN: Queries of all ranks.
+        KV_LEN: Keys of all ranks.
+        device_mesh: A DeviceMesh of one dimension.
+        load_balancer: The order of tokens; as `context_parallel` orders them without it.
+    """
+    ranks = device_mesh.size()
+    balancer = load_balancer or _create_default_load_balancer(Q_LEN, ranks, "cpu")
+    whole = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device_mesh.device_type)
+    q_layout, kv_layout = (balanced_layout(balancer, n, ranks) for n in (Q_LEN, KV_LEN))
+    return shard_block_mask(whole, q_layout, kv_layout, device_mesh.get_local_rank())
+
+
 @run_eagerly_on_cpu
 def context_parallel_unshard(
     mesh: DeviceMesh,
@@ -276,9 +317,9 @@ def context_parallel_unshard(
         mesh: A DeviceMesh of one dimension.
         buffers: This rank's shards.
         seq_dims: The sequence dimension of each.
-        load_balancer: What they were sharded with. Without it, they are taken to be sharded as this
-            mesh sharded a sequence of their length last, or else as `context_parallel` would; where
-            shards of two layouts are in use, it has to be passed.
+        load_balancer: What they were sharded with. Without it, shards are put back as they were
+            sharded, and other tensors as this mesh sharded a sequence of their length, or attended
+            over one, last; or else as `context_parallel` would.
     """
     if len(buffers) != len(seq_dims):
         raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
@@ -289,6 +330,6 @@ def context_parallel_unshard(
         if given is not None:
             layout = balanced_layout(load_balancer, given.shape[-1], group.size)
         else:
-            layout = group.layout_of(x.shape[dim_of(x, dim)], x.device, x)
+            layout = group.layout_of(x.shape[dim_of(x, dim)], x.device, x, last_is_meant=True)
         whole.append(_unshard(x, dim, layout, group))
     return whole

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
+    _DEFAULT_SPARSE_BLOCK_SIZE,
     BlockMask,
+    _create_empty_block_mask,
+    _identity,
+    _mask_mod_signature,
+    _round_up_to_multiple,
+    _score_mod_signature,
+    _vmap_for_bhqkv,
     and_masks,
     create_mask,
     noop_mask,
@@ -28,10 +35,17 @@ from flexcp.grid import build_block_grid
 from flexcp.masks import Mask, MaskMod
 
 __all__ = [
+    "_DEFAULT_SPARSE_BLOCK_SIZE",
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
     "FlexKernelOptions",
+    "_create_empty_block_mask",
+    "_identity",
+    "_mask_mod_signature",
+    "_round_up_to_multiple",
+    "_score_mod_signature",
+    "_vmap_for_bhqkv",
     "and_masks",
     "create_block_mask",
     "create_mask",

@@ -1,0 +1,69 @@
+"""Names that code imports from PyTorch's modules, and what they do here."""
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from flexcp import FlexCPError
+from flexcp.compat import context_parallel as cp
+from flexcp.compat import flex_attention as flex
+from flexcp.testing import spawn
+
+
+def test_definitions_are_torchs_own() -> None:
+    import torch.distributed.tensor.experimental as torch_experimental
+    import torch.nn.attention.flex_attention as torch_flex
+
+    for name in (
+        "_mask_mod_signature", "_score_mod_signature", "_DEFAULT_SPARSE_BLOCK_SIZE",
+        "_round_up_to_multiple", "_vmap_for_bhqkv", "_identity", "_create_empty_block_mask",
+    ):  # fmt: skip
+        assert getattr(flex, name) is getattr(torch_flex, name)
+    for name in ("implicit_replication", "local_map", "register_sharding"):
+        assert getattr(cp, name) is getattr(torch_experimental, name)
+
+
+def test_the_default_balancer_is_head_tail_unless_it_is_switched_off() -> None:
+    found = cp._create_default_load_balancer(7, 2, "cpu")
+    assert isinstance(found, cp._HeadTailLoadBalancer)
+    cp._cp_options.enable_load_balance = False
+    try:
+        assert cp._create_default_load_balancer(8, 2, "cpu") is None
+    finally:
+        cp._cp_options.enable_load_balance = True
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def test_what_ranks_do_with_the_names_is_what_one_process_computes() -> None:
+    q, k, v = (torch.randn(1, 2, 300, 8, dtype=torch.float64) for _ in range(3))
+
+    def rank(mesh):
+        style = cp._ContextParallel(2, cp._ContextParallel.AttentionType.FLEX)
+        balancer = cp._HeadTailLoadBalancer(300, 2, "cpu")
+        style._apply(torch.nn.Identity(), mesh)
+        local = cp._context_parallel_shard(mesh, [q, k, v], [2, 2, 2], balancer)
+        mask = cp._create_cp_block_mask(_causal, 1, 2, 300, 300, mesh)
+        name = mesh.get_group().group_name
+        keys = cp.flex_cp_allgather(local[1], local[2], 2, name)
+        out = flex.flex_attention(local[0], *keys, block_mask=mask)
+        back = cp.flex_cp_allgather_backward(
+            torch.ones(1, 2, 6, 8), torch.ones(1, 2, 4, 8), 2, name
+        )
+        uneven = torch.ones(1, 2, 5, 8)
+        with pytest.raises(FlexCPError, match="2 ranks share evenly"):
+            cp.flex_cp_allgather_backward(uneven, uneven, 2, name)
+        # Shards of another layout that are still alive say nothing of what attention returned.
+        other = cp._context_parallel_shard(mesh, [torch.zeros(300)], [0], None)
+        kept = cp._context_parallel_shard(mesh, [q], [2], balancer)
+        whole = cp.context_parallel_unshard(mesh, [out * 1.0], [2])[0]
+        return whole, [x.shape[2] for x in back], float(back[0].sum()), len(other) + len(kept)
+
+    wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for whole, rows, total, _ in spawn(rank, 2):
+        torch.testing.assert_close(whole, wanted)
+        assert rows == [3, 2]
+        assert total == 2.0 * 2 * 3 * 8
