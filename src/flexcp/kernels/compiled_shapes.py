@@ -12,6 +12,7 @@ from flexcp.kernels.interface import Shapes
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
 from flexcp.kernels.triton.tiles import By, TileLists, tile_lists
+from flexcp.kernels.varlen_calls import VarlenCall, varlen_calls
 
 _SLAB_BYTES = 250
 """What a slab takes, as an object with six integers."""
@@ -36,6 +37,7 @@ class CompiledShapes:
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
         self._tile_lists: dict[tuple[int, int, By, torch.device], TileLists] = {}
+        self._varlen_calls: dict[tuple[int, torch.device], tuple[VarlenCall, ...] | None] = {}
 
     def program(self, plane: int, *, fused: bool) -> Program:
         """What runs for the pairs of a plane, with or without fused ops for large rectangles."""
@@ -58,6 +60,19 @@ class CompiledShapes:
             if type(found.order) is Tensor:  # nothing that a FakeTensorMode made outlives it
                 self._tile_lists[key] = found
         return found
+
+    def varlen_calls(self, batch: int, device: torch.device) -> tuple[VarlenCall, ...] | None:
+        """The calls of a variable-length op for the pairs, on a device; None if a few can't."""
+        key = (batch, device)
+        if key not in self._varlen_calls:
+            with tensors_to_keep():
+                made = varlen_calls(self.shapes, batch)
+            with outside_of_inference_mode():
+                found = None if made is None else tuple(call.to(device) for call in made)
+            if found and type(found[0].q_ends) is not Tensor:
+                return found  # nothing that a FakeTensorMode made outlives it
+            self._varlen_calls[key] = found
+        return self._varlen_calls[key]
 
     def head_groups(self, batch: int, q_heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
         """The batch elements and heads of tensors of these sizes that run together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,10 +21,13 @@ from flexcp.kernels.triton.available import (
 )
 from flexcp.kernels.triton.kernel import TritonKernel
 from flexcp.kernels.triton.tuning import Tuning, names_every_kernel, tuning_for
+from flexcp.kernels.varlen import CUDA_VARLEN, VarlenKernel, VarlenOps
+from flexcp.kernels.varlen_calls import MOST_CALLS
 
 KERNELS = {
     "flash": "large rectangles on PyTorch's fused ops, the rest in strips of matrix products",
     "triton": "Triton kernels to which the mask is data, on CUDA and ROCm",
+    "varlen": "PyTorch's variable-length FlashAttention op, for masks that a few calls express",
     "scored": "strips of matrix products, with any score_mod",
     "flex": "PyTorch's compiled FlexAttention, on CUDA",
     "reference": "dense and eager, with an S x S matrix; the oracle",
@@ -42,12 +45,17 @@ class Choice:
     reasons: tuple[str, ...]
     tuning: Tuning | None = None
     """How the Triton kernels are compiled, if it is those."""
+    varlen: VarlenOps | None = None
+    """The variable-length op for masks that a few calls of it express."""
 
     @property
     def runs(self) -> Kernel:
         """What computes partial results: the Triton kernels, or fused ops and strips."""
         assert self.kernel not in ("flex", "reference"), "these return whole results alone"
-        return FlashKernel(self.fused) if self.tuning is None else TritonKernel(self.tuning)
+        if self.kernel == "varlen" and self.varlen is not None:
+            return VarlenKernel(self.varlen, None)
+        kernel = FlashKernel(self.fused) if self.tuning is None else TritonKernel(self.tuning)
+        return kernel if self.varlen is None else VarlenKernel(self.varlen, kernel)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -85,7 +93,7 @@ def choose(
         raise FlexCPError(
             "a kernel that returns partial results, which ranks and compiled graphs need",
             f"kernel {kernel!r}",
-            "ask for 'triton', 'flash' or 'scored', or leave the kernel out",
+            "ask for 'triton', 'varlen', 'flash' or 'scored', or leave the kernel out",
         )
     if kernel == "reference":
         return Choice("reference", None, ("it was asked for by name",))
@@ -94,10 +102,13 @@ def choose(
     if kernel == "triton":
         _require_triton(q, v, score_mod, max_scores, wishes)
         return _triton(q, v, wishes, asked)
+    if kernel == "varlen":
+        _require_varlen(q, v, score_mod, max_scores)
+        return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
     if on_gpu and not score_mod and not max_scores:
         why_not = _why_not_triton(q, v)
         if why_not is None:
-            return _triton(q, v, "", ("CUDA tensors, and a mask as data",))
+            return _with_varlen(q, v, _triton(q, v, "", ("CUDA tensors, and a mask as data",)))
         asked = (why_not,)
     if kernel == "flex" or (on_gpu and not partial):
         _require_flex(q)
@@ -157,6 +168,26 @@ def _triton(q: Tensor, v: Tensor, wishes: str, reasons: tuple[str, ...]) -> Choi
     tuning, about = tuning_for(arch_of(q.device), q.shape[-1], v.shape[-1], q.dtype, wishes)
     version = f"Triton {triton_version()}"
     return Choice("triton", None, (*reasons, version, *about), tuning)
+
+
+def _with_varlen(q: Tensor, v: Tensor, choice: Choice) -> Choice:
+    """A choice, with the variable-length op for what it can express."""
+    why_not = CUDA_VARLEN.refuses(q, v)
+    if why_not is not None:
+        return replace(choice, reasons=(*choice.reasons, why_not))
+    why = f"{CUDA_VARLEN.name} instead, where at most {MOST_CALLS} calls of it are the whole mask"
+    return replace(choice, reasons=(*choice.reasons, why), varlen=CUDA_VARLEN)
+
+
+def _require_varlen(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool) -> None:
+    why_not = CUDA_VARLEN.refuses(q, v)
+    for name, given in (("a score_mod", score_mod), ("the largest scores", max_scores)):
+        if given:
+            why_not = f"{CUDA_VARLEN.name} does not do {name}"
+    if why_not is not None:
+        raise FlexCPError(
+            "tensors and a call that the kernel 'varlen' can do", why_not, "leave the kernel out"
+        )
 
 
 def _why_not_triton(q: Tensor, v: Tensor) -> str | None:

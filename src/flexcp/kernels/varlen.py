@@ -1,0 +1,244 @@
+"""The variable-length kernel: PyTorch's FlashAttention op, where a few calls of it do.
+
+Plain causal masks, documents and windows are what FlashAttention 2, 3 and 4 are written for; torch
+dispatches to whichever is registered. All other masks go to another kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.interface import Kernel, Partial, PartialGradients
+from flexcp.kernels.merge import accumulation_dtype, merge_into
+from flexcp.kernels.score import ScoreMod
+from flexcp.kernels.varlen_calls import EVERYTHING, VarlenCall
+
+VarlenForward = Callable[[Tensor, Tensor, Tensor, VarlenCall, float], tuple[Tensor, Tensor]]
+VarlenBackward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenCall, float],
+    tuple[Tensor, Tensor, Tensor],
+]
+
+
+@dataclass(frozen=True)
+class VarlenOps:
+    """A variable-length attention op and its gradient, on packed tensors [tokens, heads, dim]."""
+
+    name: str
+    device: str
+    dtypes: frozenset[torch.dtype]
+    forward: VarlenForward
+    """(q, k, v, call, scale) -> out in the type of q, lse [H, rows] in float32."""
+    backward: VarlenBackward
+    """(grad_out, q, k, v, out, lse, call, scale) -> dq, dk, dv, for the *global* out and lse."""
+    has_windows: bool = True
+    """Whether it takes windows other than causal ones."""
+
+    def refuses(self, q: Tensor, v: Tensor) -> str | None:
+        """Why these tensors can't be given to the op; None if they can."""
+        if q.device.type != self.device:
+            return f"{self.name} runs on {self.device}, not on {q.device.type}"
+        if q.dtype not in self.dtypes:
+            return f"{self.name} does not take {q.dtype}"
+        if q.shape[-1] != v.shape[-1]:
+            return f"{self.name} needs values of the head dim {q.shape[-1]}, not {v.shape[-1]}"
+        if q.shape[-1] > 256 or q.shape[-1] % 8:
+            return f"{self.name} takes head dims that are multiples of 8, up to 256"
+        return None
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """The op behind the kernel contract, and the kernel for what it can't express."""
+
+    ops: VarlenOps
+    otherwise: Kernel | None
+    """None makes such a call an error."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        max_scores: bool = False,
+        former: Partial | None = None,
+    ) -> Partial:
+        """The partial result over the pairs of `compiled`, merged into `former` if given."""
+        calls = self._calls(q, compiled)
+        if calls is None or score_mod is not None or max_scores:
+            return self._other().forward(
+                q, k, v, compiled, scale=scale, score_mod=score_mod, max_scores=max_scores,
+                former=former,
+            )  # fmt: skip
+        dtype = accumulation_dtype(q.dtype)
+        packed = [_packed(x) for x in (q, k, v)]
+        out = q.new_zeros((q.shape[0] * q.shape[2], q.shape[1], v.shape[3]), dtype=dtype)
+        lse = q.new_full((q.shape[1], out.shape[0]), -torch.inf, dtype=dtype)
+        written = 0
+        for call in calls:
+            rows, keys = call.rows, call.keys
+            part, part_lse = self.ops.forward(
+                _part(packed[0], rows), _part(packed[1], keys), _part(packed[2], keys), call, scale
+            )
+            if call.idle_rows is not None:
+                part.index_fill_(0, call.idle_rows, 0)
+                part_lse.index_fill_(1, call.idle_rows, -torch.inf)
+            own, own_lse = _part(out, rows).transpose(0, 1), _part(lse, rows, dim=1)
+            if rows.start >= written:
+                own.copy_(part.transpose(0, 1))
+                own_lse.copy_(part_lse)
+            else:
+                merge_into(own, own_lse, part.transpose(0, 1).to(dtype), part_lse.to(dtype))
+            written = max(written, rows.stop)
+        found = Partial(
+            _unpacked(out, q.shape[0]).contiguous(),
+            lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1).contiguous(),
+        )
+        if former is None:
+            return found
+        merge_into(former.out, former.lse, found.out, found.lse)
+        return former
+
+    def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor | None:  # noqa: ARG002
+        """Nothing: the op works it out itself."""
+        return None
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        grad_lse: Tensor | None = None,
+        delta: Tensor | None = None,
+        grad_q: Tensor | None = None,
+        grad_kv: tuple[Tensor, Tensor] | None = None,
+    ) -> PartialGradients:
+        """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
+        calls = self._calls(q, compiled)
+        if calls is None or score_mod is not None or grad_lse is not None:
+            return self._other().backward(
+                grad_out, q, k, v, out, lse, compiled, scale=scale, score_mod=score_mod,
+                grad_lse=grad_lse, delta=delta, grad_q=grad_q, grad_kv=grad_kv,
+            )  # fmt: skip
+        dtype = accumulation_dtype(q.dtype)
+        # exp(score - inf) is 0: rows that see nothing anywhere get zero gradients.
+        lse = lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf)
+        tensors = [_packed(x) for x in (grad_out.to(q.dtype), q, k, v, out.to(q.dtype))]
+        g, q_, k_, v_, out_ = tensors
+        lse_ = lse.transpose(0, 1).reshape(q.shape[1], -1)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_, k_, v_))
+        for call in calls:
+            rows, keys = call.rows, call.keys
+            parts = self.ops.backward(
+                _part(g, rows), _part(q_, rows), _part(k_, keys), _part(v_, keys),
+                _part(out_, rows), _part(lse_, rows, dim=1).contiguous(), call, scale,
+            )  # fmt: skip
+            for total, part, idle in zip(
+                (_part(dq, rows), _part(dk, keys), _part(dv, keys)),
+                parts,
+                (call.idle_rows, call.idle_keys, call.idle_keys),
+                strict=True,
+            ):
+                total.add_(part if idle is None else part.index_fill_(0, idle, 0))
+        batch = q.shape[0]
+        found = PartialGradients(_unpacked(dq, batch), _unpacked(dk, batch), _unpacked(dv, batch))
+        if grad_kv is not None:
+            found = replace(found, k=grad_kv[0].copy_(found.k), v=grad_kv[1].copy_(found.v))
+        return found if grad_q is None else replace(found, q=grad_q.add_(found.q))
+
+    def _calls(self, q: Tensor, compiled: CompiledShapes) -> tuple[VarlenCall, ...] | None:
+        calls = compiled.varlen_calls(q.shape[0], q.device)
+        if calls is None or self.ops.has_windows:
+            return calls
+        plain = all((c.left, c.right) in _WITHOUT_WINDOW for c in calls)
+        return calls if plain else None
+
+    def _other(self) -> Kernel:
+        if self.otherwise is None:
+            raise FlexCPError(
+                "a mask of a few causal, document or window stretches, the same for all heads, "
+                "without a score_mod, largest scores or a gradient of lse",
+                "kernel 'varlen' for another",
+                "leave the kernel out",
+            )
+        return self.otherwise
+
+
+_WITHOUT_WINDOW = ((EVERYTHING, EVERYTHING), (EVERYTHING, 0))
+
+
+def _part(x: Tensor, part: slice, dim: int = 0) -> Tensor:
+    return x.narrow(dim, part.start, part.stop - part.start)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[B, H, L, D] as [B * L, H, D]; a view where the tokens are next to each other in memory."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unpacked(x: Tensor, batch: int) -> Tensor:
+    """[B * L, H, D] as [B, H, L, D], a view."""
+    by_element: Tensor = x.unflatten(0, (batch, -1))
+    return by_element.transpose(1, 2)
+
+
+def _cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, call.q_ends, call.k_ends, call.longest_q, call.longest_k, 0.0,
+        _is_causal(call), False, scale=scale, window_size_left=call.left,
+        window_size_right=call.right,
+    )  # fmt: skip
+    return out, lse
+
+
+def _cuda_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: VarlenCall,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse, call.q_ends, call.k_ends, call.longest_q, call.longest_k,
+        0.0, _is_causal(call), no_seed, unused, scale=scale, window_size_left=call.left,
+        window_size_right=call.right,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _is_causal(call: VarlenCall) -> bool:
+    return (call.left, call.right) == (EVERYTHING, 0)
+
+
+CUDA_VARLEN = VarlenOps(
+    "FlashAttention's variable-length op",
+    "cuda",
+    frozenset({torch.float16, torch.bfloat16}),
+    _cuda_forward,
+    _cuda_backward,
+    has_windows=torch.version.hip is None,
+)
