@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require, whole_number
 from flexcp.masks import ids_from_lengths
 from flexcp.ops.arguments import check_gradients, shape_text
 from flexcp.plan import Plan
@@ -55,6 +55,8 @@ def shard_batch(
     >>> flexcp.testing.simulate(rank, 2)
     [([[11, 12, 13]], 5), ([[14, 15, -100]], 5)]
     """
+    require("batch", batch, Mapping, 'pass a dict, such as {"input_ids": ..., "labels": ...}')
+    require("plan", plan, Plan, "pass what flexcp.make_plan returned")
     size = _batch_shape(batch, plan)
     if size is None:
         raise FlexCPError(
@@ -119,6 +121,20 @@ def cross_entropy(
             "none",
             "pass ranks=, the size of the group that DDP or FSDP averages over",
         )
+    for name, x in (("logits", logits), ("labels", labels)):
+        require(name, x, Tensor, "pass what the model and shard_batch give")
+    if logits.dim() < 2 or not logits.is_floating_point() or labels.shape != logits.shape[:-1]:
+        raise FlexCPError(
+            "logits [..., vocabulary] of a floating-point type, and labels [...] for each",
+            f"{logits.dtype} {tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}",
+            "pass the rows of one rank, labels as shard_batch gives them",
+        )
+    if labels.dtype not in (torch.int64, torch.int32, torch.uint8):
+        raise FlexCPError("labels of integers", f"{labels.dtype}", "pass token numbers")
+    fix = 'pass batch["num_scored"], the scored tokens of the whole batch'
+    num_scored = whole_number("num_scored", num_scored, at_least=0, fix=fix)
+    if ranks is not None:
+        ranks = whole_number("ranks", ranks, at_least=1, fix="pass how many are averaged over")
     total = functional.cross_entropy(
         logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
         labels.flatten(),

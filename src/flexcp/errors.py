@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 
 class FlexCPError(ValueError):
@@ -38,7 +39,9 @@ def peer_error(expected: str, got: str, fix: str) -> FlexCPError:
     return error
 
 
-def whole_number(name: str, value: object, *, at_least: int, fix: str) -> int:
+def whole_number(
+    name: str, value: object, *, at_least: int, fix: str, at_most: int = 2**63 - 1
+) -> int:
     """The integer, or an error that names it.
 
     >>> whole_number("tokens", 5, at_least=1, fix="pass how many there are")
@@ -57,7 +60,27 @@ def whole_number(name: str, value: object, *, at_least: int, fix: str) -> int:
             repr(value) if is_one else f"{value!r} of type {type(value).__name__}",
             fix,
         )
+    if number > at_most:
+        raise FlexCPError(f"{name} to be at most {at_most:,}", f"{number:,}", fix)
     return number
+
+
+def require(name: str, value: object, kind: type[Any] | tuple[type[Any], ...], fix: str) -> None:
+    """Raises unless a value is of a kind.
+
+    >>> require("plan", 3, str, "make one with make_plan")
+    Traceback (most recent call last):
+    ...
+    flexcp.errors.FlexCPError: expected plan to be a str, got 3 of type int; make one with make_plan
+    """
+    if not isinstance(value, kind):
+        names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
+        told = repr(value)
+        raise FlexCPError(
+            f"{name} to be a {' or a '.join(names)}",
+            f"{told if len(told) < 60 else 'something'} of type {type(value).__name__}",
+            fix,
+        )
 
 
 def as_whole(value: object) -> int | None:

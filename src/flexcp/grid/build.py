@@ -44,6 +44,8 @@ def build_block_grid(
     q_len = _require_length("q_len", q_len)
     kv_len = q_len if kv_len is None else _require_length("kv_len", kv_len)
     size = _require_block_size(block_size)
+    _require_blocks(q_len, size[0])
+    _require_blocks(kv_len, size[1])
     batch, heads = _require_count("batch", batch), _require_count("heads", heads)
     graph = trace_mask(mask.mask_mod)
     planes = Planes.of_mask(graph, batch, heads)
@@ -55,11 +57,13 @@ def build_block_grid(
 
 
 def _require_length(name: str, value: object) -> int:
-    return whole_number(name, value, at_least=1, fix="leave out empty sequences")
+    fix = "leave out empty sequences"
+    return whole_number(name, value, at_least=1, at_most=_MOST_TOKENS, fix=fix)
 
 
 def _require_count(name: str, value: object) -> int:
-    return whole_number(name, value, at_least=1, fix=f"pass {name}=1 or more")
+    fix = f"pass {name}=1 or more"
+    return whole_number(name, value, at_least=1, at_most=_MOST_PLANES, fix=fix)
 
 
 def _require_block_size(block_size: object) -> tuple[int, int]:
@@ -69,5 +73,21 @@ def _require_block_size(block_size: object) -> tuple[int, int]:
         raise FlexCPError(
             "block_size as an integer or a pair of integers (queries, keys)", repr(block_size), fix
         )
-    q, kv = (whole_number("block_size", x, at_least=1, fix=fix) for x in pair)
+    q, kv = (whole_number("block_size", x, at_least=1, at_most=_MOST_TOKENS, fix=fix) for x in pair)
     return q, kv
+
+
+def _require_blocks(length: int, size: int) -> None:
+    if -(-length // size) > _MOST_BLOCKS:
+        raise FlexCPError(
+            f"at most {_MOST_BLOCKS:,} blocks along a side",
+            f"{length:,} tokens in blocks of {size}",
+            "pass a larger block_size, or fewer tokens",
+        )
+
+
+_MOST_TOKENS = 2**40
+_MOST_BLOCKS = 2**24
+"""Along one side of the matrix: two thousand million tokens in blocks of 128."""
+_MOST_PLANES = 2**20
+"""Batch elements, and heads."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexcp.caches import Derived
 from flexcp.eager import run_eagerly_on_cpu
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, as_whole
 from flexcp.graph_handles import new_graph_handle
 from flexcp.grid.analysis.area import partial_areas
 from flexcp.grid.analysis.axis import Axis
@@ -280,7 +280,8 @@ class BlockGrid:
 
 
 def _require_inside(name: str, value: int, size: int) -> None:
-    if not isinstance(value, int) or not 0 <= value < size:
+    number = as_whole(value)
+    if number is None or not 0 <= number < size:
         raise FlexCPError(
             f"{name} between 0 and {size - 1}",
             repr(value),

@@ -115,7 +115,12 @@ def _lists(
     found = (
         torch.stack([part[n] for part in order])[of] for order in (by_row, by_col) for n in (0, 1)
     )
-    a, b, c, d = (x.to(device) for x in found)
+    try:
+        a, b, c, d = (x.to(device) for x in found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FlexCPError(
+            "a device that torch has", repr(device), 'pass device="cpu" or "cuda"'
+        ) from error
     return a, b, c, d
 
 

@@ -8,9 +8,11 @@ from fnmatch import fnmatch
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from flexcp.errors import FlexCPError
+from flexcp.comm.simulated import SimulatedMesh
+from flexcp.errors import FlexCPError, require
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,7 +50,15 @@ def parallelize(
     >>> _ = flexcp.testing.simulate(rank, 1)
     expected patterns that match modules of ModuleDict: 'attn', got 'attention', which matches none
     """
+    require("model", model, nn.Module, "pass the model whose modules are parallelized")
+    if mesh is not None:  # torch then takes the mesh that is active
+        fix = "make one with torch.distributed.device_mesh.init_device_mesh"
+        require("mesh", mesh, (DeviceMesh, SimulatedMesh), fix)
+    require("styles", styles, (Mapping, ParallelStyle), "pass {pattern: style}")
     if isinstance(styles, Mapping):
+        for pattern, style in styles.items():
+            require("a pattern", pattern, str, "pass {pattern: style}")
+            require("a style", style, ParallelStyle, "pass {pattern: style}")
         missing = [pattern for pattern in styles if not any(_matches(model, pattern))]
         if missing:
             raise _no_match(model, missing)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require
 from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.fused import FUSED_OPS, FusedOp
 from flexcp.kernels.interface import Kernel
+from flexcp.kernels.score import check_score_mod
 from flexcp.kernels.triton.available import (
     arch_of,
     is_tested,
@@ -84,6 +85,15 @@ def choose(
         partial: whether a partial result is wanted, which compiled FlexAttention does not return.
         kernel: a kernel's name, to have that one or an error.
     """
+    for name, x in (("q", q), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise FlexCPError(
+                f"{name} as a tensor [batch, heads, length, head dim]",
+                f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
+                "pass the tensors of the call",
+            )
+    if kernel is not None:
+        require("kernel", kernel, str, f"pass one of {', '.join(map(repr, KERNELS))}")
     kernel, wishes = (None, "") if kernel is None else _name_and_wishes(kernel)
     if kernel is not None and kernel not in KERNELS:
         raise FlexCPError(
@@ -146,6 +156,9 @@ def explain(
     scored: strips of matrix products, with any score_mod
     - a score_mod
     """
+    check_score_mod(score_mod)
+    require("max_scores", max_scores, bool, "pass True or False")
+    require("is_one_rectangle", is_one_rectangle, bool, "pass True or False")
     return str(
         choose(
             q,

@@ -8,6 +8,7 @@ is as fast as the arithmetic; otherwise it is mapped over the tile by `torch.fun
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,22 @@ class ScoreMod:
             if grad is not None:
                 total += grad
         return torch.zeros_like(gradient) if grads[0] is None else grads[0]
+
+
+def check_score_mod(score_mod: object) -> None:
+    """Raises unless it is a function that can be called with a score and its four indices."""
+    if score_mod is None or torch.compiler.is_compiling():
+        return
+    expected = "score_mod to be a function of (score, b, h, q_idx, kv_idx)"
+    fix = "a mask is passed as block_mask, or is part of the plan"
+    if not callable(score_mod) or isinstance(score_mod, type):
+        raise FlexCPError(expected, f"{score_mod!r} of type {type(score_mod).__name__}", fix)
+    try:
+        inspect.signature(score_mod).bind(*range(5))
+    except TypeError:
+        raise FlexCPError(expected, f"{score_mod!r}, which takes other arguments", fix) from None
+    except ValueError:
+        pass  # it has no signature that Python knows
 
 
 def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -> ScoreMod:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, as_whole, require, whole_number
 from flexcp.layout.row_sets import RowSets, expand, row_sets
 
 
@@ -59,8 +59,17 @@ class Layout:
         name: str = "custom",
     ) -> Layout:
         """From (start, stop) pairs of positions for each rank."""
-        table = [(r, a, b) for r, own in enumerate(runs) for a, b in own if a != b]
-        rank, start, stop = torch.tensor(table, dtype=torch.int64).reshape(-1, 3).unbind(1)
+        try:
+            table = [(r, a, b) for r, own in enumerate(runs) for a, b in own if a != b]
+            rank, start, stop = torch.tensor(table, dtype=torch.int64).reshape(-1, 3).unbind(1)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise FlexCPError(
+                "runs as a list of (start, stop) pairs of integers for each rank",
+                type(runs).__name__ if not isinstance(runs, Sequence) else repr(runs)[:80],
+                "pass, for two ranks, [[(0, 4)], [(4, 8)]]",
+            ) from None
+        if seq_len is not None:
+            seq_len = whole_number("seq_len", seq_len, at_least=0, fix="pass a number of tokens")
         length = int(stop.max()) if seq_len is None and len(table) else (seq_len or 0)
         return cls(name, length, len(runs), 1, rank.clone(), start.clone(), stop.clone())
 
@@ -166,7 +175,8 @@ class Layout:
 
     def rows_of(self, rank: int) -> Tensor:
         """int64 [batch_elements * L] Rows of a rank in their order, element after element."""
-        if not 0 <= rank < self.ranks:
+        known = as_whole(rank)
+        if known is None or not 0 <= known < self.ranks:
             raise FlexCPError(
                 f"a rank between 0 and {self.ranks - 1}", str(rank), "see layout.ranks"
             )
@@ -189,6 +199,7 @@ class Layout:
     def shard(self, x: Tensor, dim: int, rank: int, *, batch_dim: int = 0) -> Tensor:
         """A rank's rows of a full tensor; differentiable."""
         dim = _require_dim(x, dim, self.seq_len, "the layout's sequence length")
+        whole_number("batch_dim", batch_dim, at_least=-x.dim(), at_most=x.dim() - 1, fix=_BATCH)
         index = self.positions(rank).to(x.device)
         if self.batch_elements == 1:
             return x.index_select(dim, index)
@@ -279,7 +290,12 @@ def _by_element(x: Tensor, dim: int, index: Tensor, batch_dim: int) -> Tensor:
     return moved[element, index].movedim((0, 1), (batch_dim, dim))
 
 
+_BATCH = "pass batch_dim, the dimension of the batch, if it is not the first"
+
+
 def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
+    require("what is sharded", x, Tensor, "pass a tensor with a dimension of tokens")
+    dim = whole_number("dim", dim, at_least=-x.dim(), fix="pass the dimension of the sequence")
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
         raise FlexCPError(
             f"a tensor with {size} along dim {dim}, {meaning}",

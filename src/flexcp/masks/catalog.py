@@ -193,13 +193,14 @@ def shared_prefix(prefix: int, lengths: Sequence[int]) -> Mask:
     """
     prefix = _require_count("prefix", prefix, minimum=0)
     with tensors_to_keep():
-        counts = _require_integers("document lengths", [prefix, *lengths], dims=(1,)).tolist()
+        given = _require_integers("document lengths", lengths, dims=(1,)).tolist()
+    counts = [prefix, *given]
     branch = ids_from_lengths(counts)
 
     def own_branch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & ((kv_idx < prefix) | (branch[q_idx] == branch[kv_idx]))
 
-    name = f"shared_prefix({prefix}, [{len(lengths)} branches])"
+    name = f"shared_prefix({prefix}, [{len(given)} branches])"
     return made_by(_shared_prefix, *counts, mask_mod=own_branch, name=name)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexcp.caches import Derived
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require
 from flexcp.graph_handles import new_graph_handle
 from flexcp.masks.recipe import (
     Recipe,
@@ -74,6 +74,7 @@ class Mask:
                 f"{self.mask_mod!r} of type {type(self.mask_mod).__name__}",
                 "pass a function, or a mask from flexcp.masks",
             )
+        require("name", self.name, str, "pass a word for tables and messages")
         if not self.name:
             given = getattr(self.mask_mod, "__name__", "mask")
             object.__setattr__(self, "name", "mask_mod" if given == "<lambda>" else given)

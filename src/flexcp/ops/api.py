@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from flexcp.errors import FlexCPError
-from flexcp.kernels.score import ScoreFunction
+from flexcp.errors import FlexCPError, require
+from flexcp.kernels.score import ScoreFunction, check_score_mod
 from flexcp.ops.arguments import (
     as_scale,
     autocast,
+    check_flags,
     check_sinks,
     check_tensors,
     needs_gradients,
@@ -76,7 +77,11 @@ def flex_attention(
     True
     """
     query, key, value = autocast(query, key, value)
+    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     check_tensors(query, key, value, enable_gqa)
+    check_score_mod(score_mod)
+    if return_aux is not None:
+        require("return_aux", return_aux, AuxRequest, "pass AuxRequest(lse=True)")
     if return_lse and return_aux is not None:
         raise FlexCPError(
             "return_lse or return_aux", "both", "pass return_aux=AuxRequest(lse=True) alone"
@@ -156,6 +161,11 @@ def attention(
     >>> torch.allclose(simulate(rank, 3)[0], torch.ones(1, 2, 10, 4))
     True
     """
+    require("plan", plan, Plan, "pass what flexcp.make_plan returned")
+    check_flags(return_lse=return_lse)
+    if kernel is not None:
+        require("kernel", kernel, str, "pass a name of flexcp.kernels.KERNELS, or leave it out")
+    check_score_mod(score_mod)
     if not torch.compiler.is_compiling():
         with tell_ranks_on_error(plan):
             scale = as_scale(scale)
@@ -204,6 +214,8 @@ _GPU_OPTIONS = frozenset(
 
 def _kernel_asked_for(given: Mapping[str, Any] | None) -> tuple[str | None, Mapping[str, Any]]:
     """The kernel's name, if one is asked for, and the tuning options."""
+    if given is not None:
+        require("kernel_options", given, Mapping, 'pass a dict, such as {"kernel": "flash"}')
     options = dict(given or {})
     kernel = options.pop("kernel", None)
     for name in options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +77,28 @@ def as_scale(scale: float | Tensor | None) -> float | None:
             "a tensor that requires a gradient, which a scale does not get",
             "multiply the query by it, and pass scale=1.0",
         )
-    return None if scale is None else float(scale)
+    if scale is None:
+        return None
+    try:
+        factor = float(scale)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        factor = math.nan
+    if isinstance(scale, str | bytes | bool) or not abs(factor) < _LARGEST_SCALE:
+        raise FlexCPError(
+            "scale to be a finite number that float32 can hold",
+            f"{scale!r} of type {type(scale).__name__}",
+            "leave it out for 1 / sqrt(head dim), or pass a number",
+        )
+    return factor
+
+
+_LARGEST_SCALE = float(torch.finfo(torch.float32).max)
+
+
+def check_flags(**flags: object) -> None:
+    """Raises unless each is True or False: of a tensor nobody could tell which."""
+    for name, value in flags.items():
+        require(name, value, bool, "pass True or False")
 
 
 def needs_gradients(*inputs: Tensor | None) -> bool:
@@ -172,6 +194,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Raises unless there is one floating-point sink per query head, where the query is."""
+    require("sinks", sinks, Tensor, "pass one logit per query head")
     if sinks.shape != (q.shape[1],):
         raise FlexCPError(
             f"sinks of shape ({q.shape[1]},): one logit per query head",

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require
 from flexcp.graph_handles import constant_handle, owner_of
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.api import attention, flex_attention
 from flexcp.ops.arguments import (
     as_scale,
     autocast,
+    check_flags,
     check_sinks,
     check_tensors,
     needs_gradients,
@@ -74,6 +75,11 @@ def varlen_attention(
     >>> torch.allclose(out[[0, 2]], v[[0, 2]])
     True
     """
+    check_flags(causal=causal, return_lse=return_lse)
+    if plan is not None:
+        require("plan", plan, Plan, "pass what flexcp.make_plan returned")
+    elif mask is not None:
+        raise FlexCPError("no name of a mask without a plan", repr(mask), "leave mask out")
     window = Window.of(window_size, causal)
     lengths = _lengths(cu_seqlens, cu_seqlens_k)
     return packed_attention(
@@ -202,9 +208,9 @@ def _(
 def _lengths(
     cu_seqlens: Tensor | Sequence[int], cu_seqlens_k: Tensor | Sequence[int] | None
 ) -> PackedLengths:
-    given = [_as_integers(x) for x in (cu_seqlens, cu_seqlens_k) if x is not None]
-    is_another = len(given) == 2 and given[1] is not given[0]
-    return PackedLengths(given[0], given[1] if is_another else None)
+    is_another = cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens
+    k_ends = _as_integers(cu_seqlens_k) if cu_seqlens_k is not None and is_another else None
+    return PackedLengths(_as_integers(cu_seqlens), k_ends)
 
 
 def _as_integers(given: Tensor | Sequence[int]) -> Tensor:

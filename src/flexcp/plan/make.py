@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexcp.errors import FlexCPError, whole_number
+from flexcp.errors import FlexCPError, as_whole, require, whole_number
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.analysis.measured import IndexOutsideError
 from flexcp.grid.memo import grid_of_mask
@@ -105,7 +105,8 @@ def make_plan(
         )
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, batch)
     if machine is None or isinstance(machine, str):
-        machine = Machine.preset(machine or DEFAULT_MACHINE)
+        machine = Machine.preset(DEFAULT_MACHINE if machine is None else machine)
+    require("machine", machine, Machine, "pass a preset's name, or a flexcp.Machine")
     grids = _grids(mask, seq_len, block_size, shape)
     _require_layout(layout, seq_len, ranks.size, batch)
     problem = Problem(
@@ -144,7 +145,7 @@ def _share(name: str, value: object, most: float) -> float | None:
     if value is None:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= float(value) <= most or math.isinf(float(value)):  # type: ignore[arg-type]
+    if not number or not 0 <= value <= min(most, _MOST_FLOPS):  # type: ignore[operator]
         raise FlexCPError(
             f"{name} to be a number from 0" + (f" to {most:g}" if math.isfinite(most) else " on"),
             repr(value),
@@ -153,10 +154,14 @@ def _share(name: str, value: object, most: float) -> float | None:
     return float(value)  # type: ignore[arg-type]
 
 
+_MOST_FLOPS = 2.0**60
+"""Of one token: more than any model, and small enough to be counted."""
+
+
 def _require_square(block_size: object) -> int:
     """Tokens of a block, if it has as many queries as keys."""
     pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(pair) != 2 or pair[0] != pair[1]:
+    if len(pair) != 2 or as_whole(pair[0]) != as_whole(pair[1]):
         raise FlexCPError(
             "square blocks, since rows and keys of a plan are cut alike",
             f"block_size={block_size!r}",

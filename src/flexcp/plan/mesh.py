@@ -82,4 +82,12 @@ def _require_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
             f"{shape[0]} ranks" if len(shape) == 1 else f"a mesh of shape {shape}",
             "pass a world size of 1 or more; for heads and sequence, (groups, ranks of a group)",
         )
+    if prod(shape) > _MOST_RANKS:
+        raise FlexCPError(
+            f"at most {_MOST_RANKS:,} ranks", f"{prod(shape):,}", "pass the size of one mesh"
+        )
     return shape
+
+
+_MOST_RANKS = 2**14
+"""A plan has a row for each pair of ranks that exchange something."""

@@ -32,7 +32,7 @@ import torch
 from flexcp.comm.faults import names_of
 from flexcp.comm.simulated import RankError
 from flexcp.errors import FlexCPError
-from flexcp.testing.world import mesh_shape
+from flexcp.testing.world import mesh_shape, require_function
 
 T = TypeVar("T")
 
@@ -40,6 +40,9 @@ _IN_ALL = 10
 """Times `timeout` that a call of `spawn` may take, however busy its ranks are."""
 _TO_REPORT = 10.0
 """Seconds that ranks get to say that they waited for another in vain."""
+
+
+_MOST_PROCESSES = 256
 
 
 def spawn(
@@ -68,7 +71,8 @@ def spawn(
     >>> spawn(lambda mesh: mesh.get_rank() * 10, 2)
     [0, 10]
     """
-    shape = mesh_shape(world_size)
+    require_function(fn)
+    shape = mesh_shape(world_size, at_most=_MOST_PROCESSES)
     if torch.cuda.is_initialized():
         raise FlexCPError(
             "a process that has not used CUDA, since ranks are forked from it",

@@ -27,20 +27,37 @@ def simulate(fn: Callable[[SimulatedMesh], T], world_size: int | tuple[int, ...]
     >>> simulate(lambda mesh: flexcp.make_plan(flexcp.masks.causal(), 10, mesh).rows, 3)
     [4, 3, 3]
     """
-    shape = mesh_shape(world_size)
+    require_function(fn)
+    shape = mesh_shape(world_size, at_most=_MOST_SIMULATED)
     world = World(prod(shape))
     return world.run(lambda rank: fn(SimulatedMesh(shape, SimulatedTransport(world, rank))))
 
 
-def mesh_shape(world_size: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks along each dimension; an error if there are none.
+_MOST_SIMULATED = 4096
+"""Each rank is a thread."""
 
-    >>> mesh_shape(3), mesh_shape((2, 4))
+
+def require_function(fn: object) -> None:
+    """Raises unless there is something to call on each rank."""
+    if not callable(fn):
+        raise FlexCPError(
+            "a function of a mesh, to be called on each rank",
+            f"{type(fn).__name__}",
+            "pass the code of one rank: def rank(mesh): ...",
+        )
+
+
+def mesh_shape(world_size: int | tuple[int, ...], *, at_most: int) -> tuple[int, ...]:
+    """Ranks along each dimension; an error if there are none, or too many.
+
+    >>> mesh_shape(3, at_most=8), mesh_shape((2, 4), at_most=8)
     ((3,), (2, 4))
     """
     shape = whole_shape(world_size)
-    if not shape or min(shape) < 1:
+    if not shape or min(shape) < 1 or prod(shape) > at_most:
         raise FlexCPError(
-            "at least 1 rank", repr(world_size), "pass a number of ranks, or a shape such as (2, 4)"
+            f"at least 1 rank, and at most {at_most:,}",
+            repr(world_size),
+            "pass a number of ranks, or a shape such as (2, 4)",
         )
     return shape
