@@ -71,7 +71,7 @@ def _places_of(program: RankProgram, source: Source) -> Tensor:
     """int64 Where rows are, if own rows come before those that arrive."""
     places = source.places
     at = torch.arange(places.rows) + places.first if places.index is None else places.index
-    return at if source.is_own else at + program.own_rows
+    return at if source.of == "own" else at + program.own_rows
 
 
 @torch.library.custom_op("flexcp::fetch_rows", mutates_args=())
@@ -137,15 +137,16 @@ def _return_rows(
     fetch, transport = fetch_of(plan, mask), plan.transport
     label = CallLabel.of_tensor("attention", call)
     labels = label.passing("backward", transport.calls.next_backward(label))
-    space, d = take_workspace(fetch.backward, k, v), k.shape[3]
+    space = take_workspace(fetch.backward, k, v)
     returns = GradientReturns(space.gradients, transport, labels)
     with telling_ranks(transport, labels):
         for number, rows in enumerate(fetch.rows_of_round):
-            piece = gradient.index_select(0, rows.to(gradient.device))
-            returns.add_round(number, [(piece[..., :d], piece[..., d:])] if len(rows) else [])
-        grad_k, grad_v = space.kind.as_tokens(returns.finish())
+            for piece in returns.work(number):
+                piece.rows.copy_(gradient.index_select(0, rows.to(gradient.device)))
+            returns.add_round(number)
+        grad_k, grad_v = space.kind.as_tokens(returns.finish(k.dtype))
     give_workspace(fetch.backward, space)
-    return grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()
+    return grad_k.contiguous(), grad_v.contiguous()
 
 
 @_return_rows.register_fake

@@ -114,6 +114,7 @@ class ShardedAttention:
                 grads,
                 kept[0] if self.keeps_kv else None,
                 labels,
+                kv_dtype=dtype if swap is None else None,
             )
         if swap is not None:
             both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1)).to(dtype)
