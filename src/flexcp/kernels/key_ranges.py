@@ -1,7 +1,8 @@
 """Key ranges: the keys that each query row sees, as few ranges, at the precision of tokens.
 
-A BlockGrid knows tiles. Here its partial tiles are evaluated, once, and what every row sees is
-joined across tile borders. Tiles without a pattern (many short ranges in a row) keep their bits.
+Most masks say them by their comparisons (`grid/row_ranges.py`). Of other masks, a BlockGrid knows
+tiles: partial ones are evaluated, and what every row sees is joined across tile borders. Tiles
+without a pattern (many short ranges in a row) keep their bits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexcp.grid import BlockGrid, BlockKind
+from flexcp.grid.row_ranges import KeyColumn, row_ranges
 from flexcp.masks.graph import MaskGraph
 from flexcp.masks.trace import trace_mask
 
@@ -45,6 +47,30 @@ class KeyRanges:
 
 
 def key_ranges_of(grid: BlockGrid) -> KeyRanges:
+    """What each row of `grid` sees, from its mask's comparisons or from its tiles."""
+    known = row_ranges(grid).planes
+    return _of_tiles(grid) if known is None else _of_columns(grid, known)
+
+
+def _of_columns(grid: BlockGrid, planes: tuple[tuple[KeyColumn, ...], ...]) -> KeyRanges:
+    """From one or a few ranges for every row of every plane."""
+    found = [torch.zeros(3, 0, dtype=torch.int64)]
+    every = torch.arange(grid.q_len)
+    for plane, columns in enumerate(planes):
+        for column in columns:
+            some = column.start < column.stop
+            parts = (plane * grid.q_len + every[some], column.start[some], column.stop[some])
+            found.append(torch.stack(parts))
+    row, start, stop = torch.cat(found, dim=1).unbind(0)
+    if any(len(columns) > 1 for columns in planes):  # else they are in order, and none touch
+        row, start, stop = joined(row, start, stop)
+    none = torch.zeros(0, dtype=torch.int64)
+    bits = torch.zeros(0, *grid.block_size, dtype=torch.bool)
+    sizes = (len(planes), grid.q_len, grid.kv_len)
+    return KeyRanges(*sizes, row, start, stop, none, none, none, bits)
+
+
+def _of_tiles(grid: BlockGrid) -> KeyRanges:
     """Evaluates the partial tiles of `grid` and joins what each row sees into ranges."""
     bq, bk = grid.block_size
     graph = trace_mask(grid.mask.mask_mod)

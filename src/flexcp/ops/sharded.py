@@ -266,13 +266,17 @@ def _make_op(
     return ShardedAttention(
         kind.agreement(plan, content),
         transport,
-        plan.memo.kept(
-            ("programs", mask),
-            lambda: RankPrograms(schedule, plan.grids[mask], transport.rank),
-            per_mask=True,
-        ),
+        programs_of(plan, mask),
         swap,
         RoundKernel(factor, choice.runs, mods),
+    )
+
+
+def programs_of(plan: Plan, mask: str) -> RankPrograms:
+    """What this rank does under a mask of the plan, in both passes: found once per plan."""
+    schedule, grid, rank = plan.schedules[mask], plan.grids[mask], plan.transport.rank
+    return plan.memo.kept(
+        ("programs", mask), lambda: RankPrograms(schedule, grid, rank), per_mask=True
     )
 
 
