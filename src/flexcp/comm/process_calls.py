@@ -131,7 +131,8 @@ class ProcessCalls(Calls):
             raise peer_error(
                 "all ranks to make the same calls, forward and backward, in the same order",
                 verdict,
-                "run the same forward and backward passes in the same order on every rank",
+                "run the same forward and backward passes in the same order on every rank"
+                + (", with the same dropout_seed" if label.call.dropout_seed is not None else ""),
             )
 
 

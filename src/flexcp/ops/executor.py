@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexcp.comm import PassLabel, Pending, Transport
 from flexcp.eager import outside_of_inference_mode
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.interface import Kernel, Partial
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
@@ -42,10 +43,16 @@ class RoundKernel:
     kernel: Kernel
     score_mods: tuple[ScoreMod | None, ...]
     """One for each batch element with a layout of its own, else one."""
+    dropout: Dropout | None = None
+    """Of the weights, as the call's seed says."""
 
     def score_mod(self, b: int | None) -> ScoreMod | None:
         """The score function, which sees the batch element's own number."""
         return self.score_mods[b or 0] if len(self.score_mods) > 1 else self.score_mods[0]
+
+    def dropout_of(self, b: int | None) -> Dropout | None:
+        """The dropout of a batch element's own tensors, or of all."""
+        return None if self.dropout is None else self.dropout.of_element(b)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +215,7 @@ def run_forward(
                 scale=kernel.scale,
                 score_mod=kernel.score_mod(b),
                 former=former,
+                dropout=kernel.dropout_of(b),
             )
             if out is None:
                 out, lse = found.out, found.lse
@@ -306,6 +314,7 @@ def run_backward(
                 grad_lse=grad_lse,
                 delta=own_delta,
                 grad_q=so_far,
+                dropout=kernel.dropout_of(b),
             )
             grad_q = found.q if grad_q is None else grad_q
             for total, part in zip(captured, found.captured, strict=True):

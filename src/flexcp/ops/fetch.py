@@ -86,13 +86,19 @@ def fetch_rows(
     gradients: bool,
     by_element: bool,
     rows: int,
+    dropout_p: float,
+    seed: Tensor | None,
+    first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """K and V of all rows that this rank's queries need, side by side; and the call's label."""
     plan = owner_of(handle, keep=True)
     assert isinstance(plan, Plan)
     with tell_ranks_on_error(plan):
-        op = sharded_op(q, k, v, plan, mask, None, scale, sinks, gradients=gradients, traced=True)
-    call = op.begin()
+        op = sharded_op(
+            q, k, v, plan, mask, None, scale, sinks, gradients=gradients, traced=True,
+            dropout_p=dropout_p, first_head=first_head,
+        )  # fmt: skip
+    call = op.begin(0 if seed is None else int(seed))
     labels = call.label.passing("forward")
     fetch = fetch_of(plan, mask)
     program = fetch.forward
@@ -123,8 +129,12 @@ def _(
     gradients: bool,  # noqa: ARG001
     by_element: bool,
     rows: int,
+    dropout_p: float,  # noqa: ARG001
+    seed: Tensor | None,  # noqa: ARG001
+    first_head: int,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    return k.new_empty(fetched_shape(k, v, rows, by_element)), torch.empty(4, dtype=torch.int64)
+    label = torch.empty(CallLabel.WORDS, dtype=torch.int64)
+    return k.new_empty(fetched_shape(k, v, rows, by_element)), label
 
 
 @torch.library.custom_op("flexcp::return_rows", mutates_args=())
@@ -169,7 +179,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Any, _: Any) -> tuple[Any, ...]:
     grad_k, grad_v = _return_rows(gradient, *ctx.saved_tensors, ctx.mask)
-    return None, grad_k, grad_v, *[None] * 7
+    return None, grad_k, grad_v, *[None] * 10
 
 
 fetch_rows.register_autograd(_backward, setup_context=_setup_context)
