@@ -76,6 +76,8 @@ CALLS: dict[str, Call] = {
             "sinks": None,
             "return_lse": False,
             "kernel": None,
+            "dropout_p": 0.0,
+            "dropout_seed": None,
         },
     ),
     "make_plan": (

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flexcp import kernels, masks, testing
+    from flexcp.ahead import plan_ahead
     from flexcp.batch import cross_entropy, shard_batch
     from flexcp.errors import FlexCPError
     from flexcp.grid import BlockGrid, BlockKind, build_block_grid
@@ -33,6 +34,7 @@ __all__ = [
     "make_plan",
     "masks",
     "parallelize",
+    "plan_ahead",
     "shard_batch",
     "testing",
     "varlen_attention",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "flexcp.ahead": ("plan_ahead",),
     "flexcp.batch": ("cross_entropy", "shard_batch"),
     "flexcp.grid": ("BlockGrid", "BlockKind", "build_block_grid"),
     "flexcp.errors": ("FlexCPError",),

@@ -5,6 +5,7 @@ import torch
 from compat.cases import fails, is_close, one_process, qkvg
 from torch.nn import functional
 
+import flexcp
 from flexcp.compat.context_parallel import (
     _cp_options,
     _HeadTailLoadBalancer,
@@ -166,6 +167,23 @@ def test_a_context_without_buffers_takes_the_default_order():
     assert all(is_close(found, [wanted]) for found in spawn(rank, 2))
 
 
+def test_dropout_is_that_of_one_process():
+    q, v = torch.zeros(1, 2, 10, 4), torch.eye(10).expand(1, 2, 10, 10)
+    torch.manual_seed(4)
+    wanted = flexcp.flex_attention(q, q, v, block_mask=flexcp.masks.causal(), dropout_p=0.4)
+
+    def rank(mesh):
+        torch.manual_seed(4)
+        own_q, own_v = q.clone(), v.clone()
+        with context_parallel(mesh, buffers=[own_q, own_v], buffer_seq_dims=[2, 2]):
+            out = functional.scaled_dot_product_attention(
+                own_q, own_q, own_v, dropout_p=0.4, is_causal=True
+            )
+        return context_parallel_unshard(mesh, [out], [2])
+
+    assert all(is_close(found, [wanted]) for found in spawn(rank, 2))
+
+
 def test_what_attention_cannot_honour_is_an_error_that_names_it():
     q, k, v, _ = qkvg(8, kv_heads=4)
 
@@ -174,7 +192,7 @@ def test_what_attention_cannot_honour_is_an_error_that_names_it():
         with context_parallel(mesh):
             for bad in (
                 {"attn_mask": torch.ones(8, 8, dtype=torch.bool)},
-                {"dropout_p": 0.1},
+                {"dropout_p": 1.0},
                 {"key": k[:, :2]},
                 {"key": k[:, :, :3], "value": v[:, :, :3]},
             ):
@@ -187,7 +205,7 @@ def test_what_attention_cannot_honour_is_an_error_that_names_it():
     mask, dropout, heads, length = spawn(rank, 2)[0]
     assert "attn_mask=None" in mask
     assert "flexcp.make_plan" in mask
-    assert "dropout_p=0.1" in dropout
+    assert "dropout_p to be a number of at least 0 and below 1" in dropout
     assert "enable_gqa=True" in heads
     assert "8 rows of query and 3 of key" in length
 

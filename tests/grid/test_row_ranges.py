@@ -105,3 +105,11 @@ def test_documents_begin_where_nothing_crosses(name):
         t for t in range(1, LENGTH) if not bool(seen[t:, :t].any()) and not bool(seen[:t, t:].any())
     ]
     assert Work.of([grid]).seams.tolist() == seams
+
+
+def test_a_set_of_thousands_of_masks_one_inside_the_other_has_row_ranges():
+    mask = masks.causal()
+    for _ in range(2000):
+        mask = mask & masks.causal()
+    (column,) = row_ranges(build_block_grid(mask, 40)).planes[0]
+    assert torch.equal(column.stop, torch.arange(1, 41))

@@ -34,8 +34,8 @@ REFUSED = {
         "attn_mask=None, since a dense mask",
     ),
     "dropout": (
-        lambda q, k, v: functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
-        r"got dropout_p=0.5; pass dropout_p=0.0",
+        lambda q, k, v: functional.scaled_dot_product_attention(q, q, q, dropout_p=1.0),
+        "dropout_p to be a number of at least 0 and below 1, got 1.0",
     ),
     "heads that differ": (
         lambda q, k, v: functional.scaled_dot_product_attention(q, k, v),

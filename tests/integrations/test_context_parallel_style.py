@@ -95,6 +95,29 @@ def test_a_head_offset_counts_heads_across_tensor_parallel_ranks():
         assert_close(found, want, what="out")
 
 
+def test_dropout_is_that_of_the_whole_sequence_and_of_all_heads():
+    q = torch.zeros(2, 4, 13, 4)
+    v = torch.eye(13).expand(2, 4, 13, 13)
+
+    class Layer(nn.Module):
+        def forward(self, q, v):
+            return functional.scaled_dot_product_attention(q, q, v, dropout_p=0.4, is_causal=True)
+
+    def rank(mesh, heads):
+        plan = flexcp.make_plan(masks.causal(), 13, mesh, num_heads=2, head_dim=4, batch=2)
+        style = flexcp.ContextParallel(plan, first_head=heads)
+        layer = parallelize_module(Layer(), mesh, style)
+        own = slice(heads, heads + 2)
+        return plan.unshard(layer(plan.shard(q[:, own], 2), plan.shard(v[:, own], 2)), 2)
+
+    torch.manual_seed(9)
+    wanted = flexcp.flex_attention(q, q, v, block_mask=masks.causal(), dropout_p=0.4)
+    for heads in (0, 2):
+        torch.manual_seed(9)
+        found = testing.simulate(functools.partial(rank, heads=heads), 2)[0]
+        assert_close(found, wanted[:, heads : heads + 2])
+
+
 def test_tensors_without_a_head_dimension_keep_their_shape():
     x = torch.randn(3, LENGTH, 4, dtype=torch.float64)
 

@@ -27,7 +27,7 @@ from flexcp import FlexCPError
 from flexcp.comm.simulated import RankError
 from flexcp.integrations import transformers as hf
 from flexcp.testing import simulate
-from flexcp.testing.tolerance import relative_error
+from flexcp.testing.tolerance import assert_close, relative_error
 from tests.integrations.tiny_models import SIZES, batch_of, make, on_rank, one_process, tokens
 
 
@@ -264,14 +264,27 @@ def test_parts_of_the_model_and_changed_implementations_are_refused():
     refused("got 'eager'", lambda: attached(make(), changed))
 
 
-def test_attention_dropout_is_refused_in_training_only():
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, attention_dropout=0.1))
+def test_attention_dropout_is_that_of_one_process_in_training_only():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, attention_dropout=0.3))
 
-    def act(cp):
-        return cp.model(**cp.shard(batch_of("plain"))).loss.item()
+    def loss(model, ranks, seed):
+        def rank(mesh):
+            cp = hf.attach(copy.deepcopy(model), mesh)
+            out = cp.model(**cp.shard(batch_of("plain"))).loss
+            out.backward()
+            grad = next(cp.model.parameters()).grad
+            return out.item(), grad
 
-    assert attached(model.eval(), act) > 0
-    refused("expected attention dropout of 0, got 0.1", lambda: attached(model.train(), act))
+        torch.manual_seed(seed)
+        found = simulate(rank, ranks)
+        return sum(loss for loss, _ in found), sum(grad for _, grad in found)
+
+    wanted, gradient = loss(model.train(), 1, 7)
+    found, its_gradient = loss(model, 3, 7)
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert_close(its_gradient, gradient)
+    assert loss(model, 1, 8)[0] != wanted
+    assert loss(model.eval(), 1, 7)[0] == loss(model, 1, 8)[0] != wanted
 
 
 def test_masks_that_are_made_inside_the_forward_pass_are_refused():

@@ -65,6 +65,21 @@ def test_rows_that_stand_side_by_side_are_not_gathered():
                         assert len(round_.returned) <= 1
 
 
+def test_rows_that_many_peers_return_are_summed_in_one_step_and_in_their_order():
+    for program in programs("exchange", head_tail(96, 6), "backward", at_once=True, keep=True):
+        gradients = program.gradients
+        (round_,) = gradients.rounds
+        if round_.alike:
+            continue
+        assert round_.returned == ()
+        assert round_.summed.target is None  # the pass is over: what is new is returned
+        of_row = torch.tensor_split(round_.summed.source, round_.summed.starts[1:-1])
+        assert [rows[:1].tolist() for rows in of_row] == [[i] for i in range(program.own_rows)]
+        for rows in of_row:
+            assert len(rows) == 1 or int(rows[1]) >= gradients.rows
+            assert bool((rows.diff() > 0).all())
+
+
 def test_a_ring_gathers_nothing_on_any_layout():
     for direction in ("forward", "backward"):
         for program in programs("ring", head_tail(64, 4), direction):

@@ -132,6 +132,26 @@ def test_another_packing_runs_in_the_graph_of_the_first() -> None:
     assert len(graphs) == 1
 
 
+def test_the_same_weights_are_dropped_whatever_computes_them() -> None:
+    ends = ends_of([30, 3, 20])
+    inputs = [x.detach() for x in packed(53, 53)]
+    options = {"dropout_p": 0.4, "dropout_seed": 11, "causal": True}
+    four = [x.transpose(0, 1)[None] for x in inputs]
+    mask = masks.document(cu_seqlens=ends) & masks.causal()
+    wanted = flexcp.flex_attention(
+        *four, block_mask=mask, enable_gqa=True, dropout_p=0.4, dropout_seed=11
+    )[0].transpose(0, 1)  # type: ignore[index, union-attr]
+    assert_close(flexcp.varlen_attention(*inputs, ends, **options), wanted)  # type: ignore[arg-type]
+
+    def rank(mesh: object) -> Tensor:
+        plan = flexcp.make_plan(mask, 53, mesh, num_heads=4, num_kv_heads=2, head_dim=8)  # type: ignore[arg-type]
+        local = [plan.shard(x, 0) for x in inputs]
+        return plan.unshard(flexcp.varlen_attention(*local, ends, plan, **options), 0)  # type: ignore[arg-type]
+
+    for out in simulate(rank, 3):
+        assert_close(out, wanted, what="out")
+
+
 def test_lengths_changed_in_place_are_another_packing() -> None:
     ends = ends_of([10, 10])
     inputs = packed(20, 20)

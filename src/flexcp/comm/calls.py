@@ -13,6 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -37,6 +38,7 @@ class Calls(ABC):
         self._agreed: OrderedDict[bytes, Agreement] = OrderedDict()
         self._backwards: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._last_agreed: PassLabel | None = None
+        self._seeds: OrderedDict[int, int] = OrderedDict()
         self._recomputed = RecomputedCalls()
         self._thread = OneThread()
         self.digests = Digests()
@@ -61,10 +63,22 @@ class Calls(ABC):
         """Of the thread that makes the calls; "" for the main one. It is the same on all ranks."""
         return self._thread.name
 
-    def begin(self, agreement: Agreement) -> CallLabel:
+    def begin(
+        self,
+        agreement: Agreement,
+        *,
+        dropout_seed: int | None = None,
+        draw_seed: Callable[[], int] | None = None,
+    ) -> CallLabel:
         """The label of the next call, once all ranks are known to make the same.
 
         Raises if it has turned out meanwhile that an earlier one got rows of another.
+
+        Args:
+            agreement: What all ranks have to do alike.
+            dropout_seed: The seed of the call's dropout; it may differ from call to call, and
+                another one is told by the call's messages.
+            draw_seed: Draws that seed instead, the same on all ranks.
         """
         if self.digests.pending:
             self.digests.raise_if_different()
@@ -73,9 +87,23 @@ class Calls(ABC):
         if thread:
             digest = hashlib.sha256(digest + thread.encode()).digest()[: len(digest)]
         label = self._next(agreement.step, digest)
+        if draw_seed is not None:
+            dropout_seed = self._drawn(label, draw_seed)
+        if dropout_seed is not None:
+            label = replace(label, dropout_seed=dropout_seed)
         if label.digest not in self._agreed:
             self._agree(label.passing("forward"), agreement)
         return label
+
+    def _drawn(self, label: CallLabel, draw: Callable[[], int]) -> int:
+        """The seed of a call: a recomputation has that of the call itself, whatever it draws."""
+        found = draw()
+        if label.recomputation:
+            return self._seeds.get(label.number, found)
+        self._seeds[label.number] = found
+        while len(self._seeds) > _KINDS:
+            self._seeds.popitem(last=False)
+        return found
 
     def next_backward(self, label: CallLabel) -> int:
         """Which backward pass of a call comes next, where nothing else remembers the call."""
@@ -123,7 +151,8 @@ class Calls(ABC):
             self._remember(digest, agreement)
             return
         board, key = self.board, label.key
-        if board.first(f"{key}/digest", digest.hex()) != digest.hex():
+        own = f"{digest.hex()} {label.call.dropout_seed}"
+        if board.first(f"{key}/digest", own) != own:
             self._mark_failed(key)
         else:
             board.write(f"{key}/came/{self.rank}", "yes")
@@ -163,6 +192,8 @@ class Calls(ABC):
     def _failure(self, label: PassLabel, agreement: Agreement, where: str) -> FlexCPError:
         """Says what this rank does, waits a while for others to say so, and tells what differs."""
         facts = {**agreement.facts, "thread": self.thread_name or "the main one"}
+        if label.call.dropout_seed is not None:
+            facts["dropout_seed"] = str(label.call.dropout_seed)
         own = Statement(step=agreement.step, facts=facts)
         self.board.write(f"{label.key}/said/{self.rank}", own.as_text())
         said: dict[int, Statement] = {}

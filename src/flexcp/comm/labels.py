@@ -41,24 +41,30 @@ class CallLabel:
     """Which call of the group, from 0 on; a recomputation has the number of the call itself."""
     recomputation: int = 0
     """0 for the call itself, n for its n-th recomputation under activation checkpointing."""
+    dropout_seed: int | None = None
+    """The seed of the call's dropout, if there is any: what another seed made is not taken."""
+
+    WORDS = 6
+    """How many elements `as_tensor` has."""
 
     def as_tensor(self) -> Tensor:
-        """int64 [4] All but the text, to travel through a compiled graph."""
+        """int64 [WORDS] All but the text, to travel through a compiled graph."""
         halves = (self.digest[:8], self.digest[8:])
         words = (int.from_bytes(half, "little", signed=True) for half in halves)
-        return torch.tensor([self.number, self.recomputation, *words])
+        seed = (0, 0) if self.dropout_seed is None else (1, self.dropout_seed)
+        return torch.tensor([self.number, self.recomputation, *seed, *words])
 
     @classmethod
     def of_tensor(cls, what: str, content: Tensor) -> CallLabel:
         """From what `as_tensor` gave.
 
-        >>> label = CallLabel("attention", b"0123456789abcdef", 3, 1)
+        >>> label = CallLabel("attention", b"0123456789abcdef", 3, 1, dropout_seed=-5)
         >>> CallLabel.of_tensor("attention", label.as_tensor()) == label
         True
         """
-        number, again, *words = (int(n) for n in content.numpy())
+        number, again, has_seed, seed, *words = (int(n) for n in content.numpy())
         halves = (word.to_bytes(8, "little", signed=True) for word in words)
-        return cls(what, b"".join(halves), number, again)
+        return cls(what, b"".join(halves), number, again, seed if has_seed else None)
 
     def passing(self, direction: Direction, number: int = 0) -> PassLabel:
         """The label of one pass; a call may have several backward passes."""
@@ -92,7 +98,8 @@ class PassLabel:
     @cached_property
     def seed(self) -> int:
         """Differs between passes, as good as always, and is the same on all ranks."""
-        return zlib.crc32(self.key.encode(), zlib.crc32(self.call.digest))
+        dropout = "" if self.call.dropout_seed is None else f".{self.call.dropout_seed}"
+        return zlib.crc32((self.key + dropout).encode(), zlib.crc32(self.call.digest))
 
     def round(self, what: What, number: int) -> RoundLabel:
         """The label of one round's messages."""
@@ -105,6 +112,8 @@ class PassLabel:
             details.append(f"recomputation {call.recomputation}")
         if self.number:
             details.append(f"backward pass {self.number}")
+        if call.dropout_seed is not None:
+            details.append(f"dropout_seed {call.dropout_seed}")
         return f"the {self.direction} of {call.what} ({', '.join(details)})"
 
 

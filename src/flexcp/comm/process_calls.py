@@ -18,6 +18,7 @@ from flexcp.comm.board import StoreBoard
 from flexcp.comm.calls import Calls
 from flexcp.comm.faults import answered, closed_connections, names_of
 from flexcp.comm.labels import PassLabel
+from flexcp.comm.waiters import Waiters
 from flexcp.errors import peer_error
 
 SLOW = 1.0
@@ -44,6 +45,8 @@ class ProcessCalls(Calls):
         self.store: Any = store
         self.lanes: dict[Any, Any] = {}
         """Groups for collectives, by their ranks and device; see `process.Lane`."""
+        self.waiters = Waiters()
+        """Of all plans over the group: there may be a new one for every step."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -131,7 +134,8 @@ class ProcessCalls(Calls):
             raise peer_error(
                 "all ranks to make the same calls, forward and backward, in the same order",
                 verdict,
-                "run the same forward and backward passes in the same order on every rank",
+                "run the same forward and backward passes in the same order on every rank"
+                + (", with the same dropout_seed" if label.call.dropout_seed is not None else ""),
             )
 
 

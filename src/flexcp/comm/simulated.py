@@ -8,6 +8,7 @@ rank fails, the others end too, and the first failure is what the caller sees.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -20,7 +21,7 @@ from flexcp.comm.board import MemoryBoard
 from flexcp.comm.calls import Calls
 from flexcp.comm.collectives import ordered_sum
 from flexcp.comm.interface import Messages
-from flexcp.comm.labels import PassLabel, RoundLabel
+from flexcp.comm.labels import CallLabel, PassLabel, RoundLabel
 from flexcp.errors import FlexCPError
 
 
@@ -93,6 +94,8 @@ class World:
     """Keys of the passes that some rank can't do."""
     board: MemoryBoard = field(default_factory=MemoryBoard)
     """What ranks tell each other when they do something for the first time, or can't."""
+    seeds: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Seeds by call: ranks have one generator, from which the first to come draws for all."""
 
     def __post_init__(self) -> None:
         self.bytes_received = [0] * self.size
@@ -220,7 +223,7 @@ class SimulatedCalls(Calls):
 
     def __init__(self, rank: int, world: World) -> None:
         super().__init__(rank, world.size, world.board)
-        self._world = world
+        self._world, self._seeds = world, world.seeds
 
     @property
     def thread_name(self) -> str:
@@ -241,6 +244,10 @@ class SimulatedCalls(Calls):
             return f"rank {ranks} to send what it is about to do in {label}"
 
         self._world.wait_until(self.rank, ready, reason)
+
+    def _drawn(self, label: CallLabel, draw: Callable[[], int]) -> int:
+        known = self._seeds.get(label.number)
+        return super()._drawn(label, draw) if known is None else known
 
     def _mark_failed(self, key: str) -> None:
         super()._mark_failed(key)

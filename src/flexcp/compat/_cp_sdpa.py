@@ -86,9 +86,9 @@ def sharded_sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` for tensors whose sequence is sharded over a mesh."""
-    refuse_mask_and_dropout(attn_mask, dropout_p)
+    refuse_mask(attn_mask)
     shards = [_local(x, mesh) for x in (query, key, value)]
-    return _attend(group_of(mesh), shards, is_causal, scale, enable_gqa)
+    return _attend(group_of(mesh), shards, is_causal, scale, enable_gqa, dropout_p)
 
 
 @contextmanager
@@ -129,19 +129,13 @@ def _local(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return x.to_local()
 
 
-def refuse_mask_and_dropout(attn_mask: Tensor | None, dropout_p: float) -> None:
-    """Raises if a call asks for what can't be done over a sharded sequence."""
+def refuse_mask(attn_mask: Tensor | None) -> None:
+    """Raises if a call has a dense mask, which is not sharded."""
     if attn_mask is not None:
         raise FlexCPError(
             "attn_mask=None, since a dense mask over the whole sequence is not sharded",
             "an attn_mask",
             "say is_causal, or make a plan with flexcp.make_plan, which takes any mask by its rule",
-        )
-    if dropout_p:
-        raise FlexCPError(
-            "dropout_p=0.0, since dropped pairs would differ from those of one process",
-            f"dropout_p={dropout_p}",
-            "pass dropout_p=0.0, or put dropout after attention",
         )
 
 
@@ -151,6 +145,7 @@ def _attend(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    dropout_p: float,
 ) -> Tensor:
     lead = shards[0].shape[:-2]
     query, key, value = (with_heads(x) for x in autocast(*shards))
@@ -170,7 +165,7 @@ def _attend(
     if not group.sharded or group.sharded[-1] is not layout:
         layout = group.remember(layout)
     plan = _plan(group, layout, query, key, is_causal)
-    out = cast(Tensor, attention(query, key, value, plan, scale=scale))
+    out = cast(Tensor, attention(query, key, value, plan, scale=scale, dropout_p=dropout_p))
     transport = plan.ranks.transport
     if isinstance(transport, CollectiveTransport) and out.requires_grad:
         out = backward_in_step(out, transport)

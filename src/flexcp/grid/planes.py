@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexcp.masks.graph import MaskGraph
+from flexcp.packing import reduce_packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,9 @@ class Planes:
         h = torch.arange(some_h).repeat(some_b)
         own = torch.arange(some_b * some_h).view(some_b, some_h)
         return cls(b, h, own.expand(batch, heads))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_packed(self)
 
     def __len__(self) -> int:
         return self.b.numel()

@@ -8,7 +8,7 @@ rows are a handful of operations on vectors. A mask of another form has no row r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,20 +16,18 @@ import torch
 from torch import Tensor
 
 from flexcp.grid.analysis.indexing import in_parts, take
+from flexcp.grid.columns import MOST_RANGES, Column, intersection, union
 from flexcp.grid.grid import BlockGrid
 from flexcp.masks import trace_mask
 from flexcp.masks.graph import INPUTS, MaskGraph, Ref
 
-_MOST = 4
-"""Ranges per row at most; masks with more are left to the tiles."""
 _TOGETHER = 1 << 16
 """Rows looked at together: so few that vectors stay in the processor's cache."""
 _EXACT = 1 << 52
 """Values beyond this are not added up: sums might wrap."""
 
-_Column = tuple[Tensor, Tensor]
-"""int64 [Q] First key, and the key after the last, of one range of every row."""
 _JOINS = ("bitwise_and", "logical_and", "bitwise_or", "logical_or")
+_TRUTHS = (*_JOINS, "bitwise_not", "logical_not")
 _MIRRORED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt", "eq": "eq", "ne": "ne"}
 
 
@@ -123,18 +121,18 @@ def _of_grid(grid: BlockGrid) -> RowRanges:
     planes = []
     for b, h in zip(grid.planes.b, grid.planes.h, strict=True):
         reader = _RangeReader(graph, b, h, torch.arange(grid.kv_start, grid.kv_start + grid.kv_len))
-        parts: list[list[_Column]] = []
+        parts: list[list[Column]] = []
         for q in in_parts(torch.arange(grid.q_start, grid.q_start + grid.q_len), _TOGETHER):
             columns = reader.allowed(graph.output, q)
             if columns is None:
                 return RowRanges(None)
             nothing = (torch.tensor(0), torch.tensor(0))
-            columns += [nothing] * (_MOST - len(columns))
+            columns += [nothing] * (MOST_RANGES - len(columns))
             parts.append([(a.expand(q.shape), b.expand(q.shape)) for a, b in columns])
         planes.append(
             tuple(
                 KeyColumn(*(torch.cat([part[i][side] for part in parts]) for side in (0, 1)))
-                for i in range(_MOST)
+                for i in range(MOST_RANGES)
                 if any(bool((part[i][0] < part[i][1]).any()) for part in parts)
             )
         )
@@ -148,8 +146,31 @@ class _RangeReader:
         self._graph, self._b, self._h, self._kv = graph, b, h, kv
         self._sides: dict[int, _Comparison | None] = {}
 
-    def allowed(self, index: int, q: Tensor) -> list[_Column] | None:
+    def allowed(self, index: int, q: Tensor) -> list[Column] | None:
         """Where a truth holds, or None if that is not a few ranges for certain."""
+        known: dict[int, list[Column]] = {}
+        for truth in sorted(self._truths(index)):  # operands first
+            found = self._where(truth, q, known)
+            if found is None:
+                return None
+            known[truth] = found
+        return known[index]
+
+    def _truths(self, index: int) -> set[int]:
+        """A truth and all that it is joined of: there may be thousands, one inside the other."""
+        found: set[int] = set()
+        pending = [index]
+        while pending:
+            index = pending.pop()
+            node = self._graph.nodes[index]
+            if index not in found and {"q", "kv"} <= node.reads and node.name in _TRUTHS:
+                pending.extend(ref.node for ref in node.args if isinstance(ref, Ref))
+            found.add(index)
+        return found
+
+    def _where(
+        self, index: int, q: Tensor, known: Mapping[int, list[Column]]
+    ) -> list[Column] | None:
         node = self._graph.nodes[index]
         if node.dtype != torch.bool or node.shape != ():
             return None
@@ -162,17 +183,15 @@ class _RangeReader:
             return self._by_key(index)
         operands = [ref.node for ref in node.args if isinstance(ref, Ref)]
         if node.name in ("bitwise_not", "logical_not"):
-            return self._complement(self.allowed(operands[0], q))
+            return self._complement(known[operands[0]])
         if node.name in _MIRRORED and not node.compute_dtype.is_floating_point:
             if index not in self._sides:
                 self._sides[index] = self._comparison(node.args)
             return self._compared(node.name, self._sides[index], q)
         if node.name not in _JOINS or len(operands) != 2:
             return None
-        sides = [self.allowed(operand, q) for operand in operands]
-        if sides[0] is None or sides[1] is None:
-            return None
-        return (_intersection if node.name.endswith("and") else _union)(sides[0], sides[1])
+        sides = (known[operands[0]], known[operands[1]])
+        return (intersection if node.name.endswith("and") else union)(*sides)
 
     def _values(self, index: int, axis: str, positions: Tensor) -> Tensor | None:
         """A node that reads no more than one axis, at positions of it that follow each other."""
@@ -197,13 +216,13 @@ class _RangeReader:
         found = self._graph.evaluate_nodes((index,), self._b, self._h, q, kv)[0]
         return found.expand(positions.shape)
 
-    def _by_key(self, index: int) -> list[_Column] | None:
+    def _by_key(self, index: int) -> list[Column] | None:
         values = self._values(index, "kv", self._kv)
         if values is None:
             return None
         edges = torch.nn.functional.pad(values.to(torch.int8), (1, 1)).diff()
         starts, stops = (torch.nonzero(edges == sign).squeeze(1) for sign in (1, -1))
-        if starts.numel() > _MOST:
+        if starts.numel() > MOST_RANGES:
             return None
         return list(zip(starts.unbind(), stops.unbind(), strict=True))
 
@@ -237,7 +256,7 @@ class _RangeReader:
         keys = of_kv[0].to(torch.int64) if len(of_kv) == 1 else torch.stack(of_kv).sum(0)
         return _Comparison(tuple(of_q), keys, keys is self._kv)
 
-    def _compared(self, name: str, found: _Comparison | None, q: Tensor) -> list[_Column] | None:
+    def _compared(self, name: str, found: _Comparison | None, q: Tensor) -> list[Column] | None:
         if found is None:
             return None
         of_q = torch.tensor(0)
@@ -260,15 +279,15 @@ class _RangeReader:
             return [(torch.tensor(0), edge)]
         return [(edge, torch.tensor(self._kv.numel()))]
 
-    def _complement(self, columns: list[_Column] | None) -> list[_Column] | None:
+    def _complement(self, columns: list[Column] | None) -> list[Column] | None:
         if columns is None:
             return None
         zero, end = torch.tensor(0), torch.tensor(self._kv.numel())
-        found: list[_Column] | None = [(zero, end)]
+        found: list[Column] | None = [(zero, end)]
         for start, stop in columns:
             empty = start >= stop
             around = [(zero, torch.where(empty, end, start)), (torch.where(empty, end, stop), end)]
-            found = None if found is None else _intersection(found, around)
+            found = None if found is None else intersection(found, around)
         return found
 
 
@@ -317,7 +336,7 @@ class _Comparison:
             return None
         return values, take(begin, order), take(stop, order)
 
-    def equal_to(self, of_q: Tensor) -> list[_Column] | None:
+    def equal_to(self, of_q: Tensor) -> list[Column] | None:
         """Keys of the same value, if those are side by side."""
         if self._alike is None:
             return None
@@ -352,36 +371,3 @@ def _per_stretch(values: Tensor, found: Callable[[Tensor], Tensor]) -> Tensor:
         return found(values)
     sizes = torch.cat([begin, torch.tensor([values.numel()])]).diff()
     return torch.repeat_interleave(found(take(values, begin)), sizes)
-
-
-def _intersection(a: list[_Column], b: list[_Column]) -> list[_Column] | None:
-    found = []
-    for x in a:
-        for y in b:
-            start = torch.maximum(x[0], y[0])
-            stop = torch.maximum(torch.minimum(x[1], y[1]), start)
-            found.append((start, stop))
-    return _without_empty(found)
-
-
-def _union(a: list[_Column], b: list[_Column]) -> list[_Column] | None:
-    found = list(a)
-    for start, stop in b:
-        for i, (x, y) in enumerate(found):
-            # What overlaps or touches moves over into the new range.
-            meets = (x < y) & (start < stop) & (start <= y) & (x <= stop)
-            start = torch.where(meets, torch.minimum(start, x), start)
-            stop = torch.where(meets, torch.maximum(stop, y), stop)
-            found[i] = (torch.where(meets, 0, x), torch.where(meets, 0, y))
-        for i, (x, y) in enumerate(found):
-            free = (x >= y) & (start < stop)
-            found[i] = (torch.where(free, start, x), torch.where(free, stop, y))
-            start, stop = torch.where(free, 0, start), torch.where(free, 0, stop)
-        found.append((start, stop))
-    return _without_empty(found)
-
-
-def _without_empty(columns: list[_Column]) -> list[_Column] | None:
-    """Columns that have a range in any row; None if those are too many."""
-    kept = [column for column in columns if bool((column[0] < column[1]).any())]
-    return kept if len(kept) <= _MOST else None

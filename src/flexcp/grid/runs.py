@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexcp.grid.analysis.indexing import take
+from flexcp.packing import reduce_packed
 
 
 class BlockKind(IntEnum):
@@ -43,6 +45,9 @@ class Runs:
     """int64 [N] Column after the last of each run."""
     kind: Tensor
     """int8 [N] `BlockKind` of each run, never EMPTY."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_packed(self)
 
     def __len__(self) -> int:
         return self.row.numel()

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import (
     _identity,
 )
 
-from flexcp.compat._cp_sdpa import refuse_mask_and_dropout, with_heads
+from flexcp.compat._cp_sdpa import refuse_mask, with_heads
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid, BlockKind, build_block_grid
@@ -30,7 +30,8 @@ from flexcp.integrations._torch_flex import (
     require_plain_call,
 )
 from flexcp.masks import Mask, as_mask, causal
-from flexcp.ops.api import attention
+from flexcp.ops.api import attention, attention_of_heads
+from flexcp.ops.arguments import Seed
 from flexcp.ops.sharded import shifted
 from flexcp.plan import Plan
 
@@ -65,7 +66,7 @@ class PlannedAttention:
         enable_gqa: bool = False,
     ) -> Tensor:
         """As `torch.nn.functional.scaled_dot_product_attention`."""
-        refuse_mask_and_dropout(attn_mask, dropout_p)
+        refuse_mask(attn_mask)
         if is_causal and not self.compared.is_within_causal(self.plan, self.mask):
             raise FlexCPError(
                 "is_causal=False, since the plan's mask lets queries see later keys",
@@ -74,7 +75,7 @@ class PlannedAttention:
             )
         lead = query.shape[:-2]
         q, k, v = (with_heads(x) for x in (query, key, value))
-        out, _ = self._run(q, k, v, None, scale, enable_gqa, None)
+        out, _ = self._run(q, k, v, None, scale, enable_gqa, None, dropout_p)
         return out.reshape(*lead, *out.shape[-2:])
 
     def flex(
@@ -91,6 +92,8 @@ class PlannedAttention:
         *,
         return_aux: AuxRequest | None = None,
         sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Seed | None = None,
     ) -> Any:
         """As `flex_attention`, of torch or of flexcp."""
         if kernel_options:
@@ -103,7 +106,9 @@ class PlannedAttention:
             )
         if block_mask is not None:
             _require_repeated(self.compared, self.plan, self.mask, block_mask)
-        out, lse = self._run(query, key, value, score_mod, scale, enable_gqa, sinks)
+        out, lse = self._run(
+            query, key, value, score_mod, scale, enable_gqa, sinks, dropout_p, dropout_seed
+        )
         if return_aux is not None:
             return out, AuxOutput(lse if return_aux.lse else None, None)
         return (out, lse) if return_lse else out
@@ -137,6 +142,8 @@ class PlannedAttention:
         scale: float | None,
         enable_gqa: bool,
         sinks: Tensor | None,
+        dropout_p: float = 0.0,
+        dropout_seed: Seed | None = None,
     ) -> tuple[Tensor, Tensor]:
         if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
             raise FlexCPError(
@@ -148,6 +155,13 @@ class PlannedAttention:
         q, k, v = (rewrap.local(x) for x in (query, key, value))
         if score_mod is not None:
             score_mod = shifted(score_mod, 0, self.first_head)
+        drops: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+        if dropout_p and self.first_head:
+            out, lse = attention_of_heads(
+                q, k, v, self.plan, self.mask, score_mod, scale, sinks, **drops,
+                first_head=self.first_head,
+            )  # fmt: skip
+            return rewrap.whole(out), rewrap.whole(lse)
         out, lse = cast(
             tuple[Tensor, Tensor],
             attention(
@@ -160,6 +174,7 @@ class PlannedAttention:
                 scale=scale,
                 sinks=sinks,
                 return_lse=True,
+                **drops,
             ),
         )
         return rewrap.whole(out), rewrap.whole(lse)

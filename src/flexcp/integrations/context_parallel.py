@@ -30,7 +30,8 @@ class ContextParallel(ParallelStyle):
 
     The mask is the plan's. A call may repeat it, or say less: `is_causal=True` under a plan for
     packed documents is fine, `is_causal=True` under a plan for full attention is an error. So are
-    an `attn_mask`, dropout, and whatever else a plan can't do; nothing is dropped.
+    an `attn_mask` and whatever else a plan can't do; nothing is dropped. With `dropout_p`, the seed
+    comes from torch's default CPU generator, whose state must be the same on all ranks.
 
     A style has to be applied to a module before its plan shards a tensor, and before `using`:
     `parallelize_module` passes over patterns that match no module, and the model would then take
@@ -41,7 +42,7 @@ class ContextParallel(ParallelStyle):
             own: see `using`.
         mask: The name of the mask, if plans have several.
         first_head: Under tensor parallelism, the number of this rank's first query head, which a
-            `score_mod` then counts from.
+            `score_mod` and dropout then count from.
 
     >>> import flexcp
     >>> from torch.distributed.tensor.parallel import parallelize_module

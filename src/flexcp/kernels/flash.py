@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.head_groups import HeadGroup, place, select
 from flexcp.kernels.interface import Partial, PartialGradients
@@ -54,11 +55,12 @@ class FlashKernel:
         score_mod: ScoreMod | None = None,
         max_scores: bool = False,
         former: Partial | None = None,
+        dropout: Dropout | None = None,
     ) -> Partial:
         """The partial result over the pairs of `compiled`, merged into `former` if given."""
         found = forward(
-            q, k, v, compiled, scale=scale, fused=self.fused, score_mod=score_mod,
-            max_scores=max_scores,
+            q, k, v, compiled, scale=scale, fused=None if dropout else self.fused,
+            score_mod=score_mod, max_scores=max_scores, dropout=dropout,
         )  # fmt: skip
         if former is None:
             return found
@@ -85,12 +87,13 @@ class FlashKernel:
         delta: Tensor | None = None,  # noqa: ARG002
         grad_q: Tensor | None = None,
         grad_kv: tuple[Tensor, Tensor] | None = None,
+        dropout: Dropout | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
         found = backward(
             grad_out, q, k, v, out, lse, compiled, scale=scale,
-            fused=None if grad_lse is not None else self.fused, score_mod=score_mod,
-            grad_lse=grad_lse,
+            fused=None if grad_lse is not None or dropout else self.fused,
+            score_mod=score_mod, grad_lse=grad_lse, dropout=dropout,
         )  # fmt: skip
         if grad_kv is not None:
             found = replace(found, k=grad_kv[0].copy_(found.k), v=grad_kv[1].copy_(found.v))
@@ -107,6 +110,7 @@ def forward(
     fused: FusedOp | None,
     score_mod: ScoreMod | None = None,
     max_scores: bool = False,
+    dropout: Dropout | None = None,
 ) -> Partial:
     """The partial result over the pairs of `compiled`.
 
@@ -119,11 +123,14 @@ def forward(
         fused: the op for large rectangles; None computes all by strips.
         score_mod: a function on the scores; only without `fused`.
         max_scores: whether to return each row's largest score; only without `fused`.
+        dropout: of the weights; only without `fused`.
     """
-    assert fused is None or (score_mod is None and not max_scores)
+    assert fused is None or not (score_mod or max_scores or dropout)
     groups = compiled.head_groups(q.shape[0], q.shape[1], k.shape[1])
     if len(groups) == 1:
-        return _forward_group(q, k, v, groups[0], compiled, scale, fused, score_mod, max_scores)
+        return _forward_group(
+            q, k, v, groups[0], compiled, scale, fused, score_mod, max_scores, dropout
+        )
     dtype = accumulation_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=dtype)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
@@ -133,7 +140,7 @@ def forward(
             select(q, group.batch_elements, group.q_heads),
             select(k, group.batch_elements, group.kv_heads),
             select(v, group.batch_elements, group.kv_heads),
-            group, compiled, scale, fused, score_mod, max_scores,
+            group, compiled, scale, fused, score_mod, max_scores, dropout,
         )  # fmt: skip
         place(out, group.batch_elements, group.q_heads, part.out, add=False)
         place(lse, group.batch_elements, group.q_heads, part.lse, add=False)
@@ -155,6 +162,7 @@ def backward(
     fused: FusedOp | None,
     score_mod: ScoreMod | None = None,
     grad_lse: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> PartialGradients:
     """The gradients' share of the pairs of `compiled`.
 
@@ -170,8 +178,9 @@ def backward(
         fused: the op for large rectangles; None computes all by strips.
         score_mod: the function on the scores; only without `fused`.
         grad_lse: [B, H, Lq] gradient of the global lse; only without `fused`.
+        dropout: of the weights; only without `fused`.
     """
-    assert fused is None or (score_mod is None and grad_lse is None)
+    assert fused is None or (score_mod is None and grad_lse is None and dropout is None)
     dtype = accumulation_dtype(q.dtype)
     # exp(score - inf) is 0, also for a score of -inf: rows that see nothing get zero gradients.
     lse = lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf)
@@ -181,7 +190,7 @@ def backward(
         if len(groups) == 1:
             dq, dk, dv = _backward_group(
                 grad_out, q, k, v, out, lse, groups[0], compiled, scale, fused, score_mod, grad_lse,
-                captured,
+                dropout, captured,
             )  # fmt: skip
             return PartialGradients(dq, dk, dv, tuple(captured))
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
@@ -198,7 +207,7 @@ def backward(
             parts = _backward_group(
                 g, q_part, select(k, group.batch_elements, group.kv_heads),
                 select(v, group.batch_elements, group.kv_heads), out_part, lse_part, group,
-                compiled, scale, fused, score_mod, grad_lse_part, captured,
+                compiled, scale, fused, score_mod, grad_lse_part, dropout, captured,
             )  # fmt: skip
             place(dq, group.batch_elements, group.q_heads, parts[0], add=False)
             place(dk, group.batch_elements, group.kv_heads, parts[1], add=True)
@@ -216,6 +225,7 @@ def _forward_group(
     fused: FusedOp | None,
     mod: ScoreMod | None,
     want_max: bool,
+    dropout: Dropout | None,
 ) -> Partial:
     dtype = accumulation_dtype(q.dtype)
     program = compiled.program(group.plane, fused=fused is not None)
@@ -236,9 +246,10 @@ def _forward_group(
         )
         _store(out, lse, part.to(dtype), part_lse.to(dtype), piece)
     if program.strips:
-        tensors = _strip_tensors(q, k, v, group, mod)
-        scoring = _scoring(compiled, scale, mod, q.device)
-        work = Workspace(tensors, program.strip_sizes, scores=1 if mod is None else 2)
+        tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
+        scoring = _scoring(compiled, scale, mod, dropout, q.device)
+        scores, bits = 1 if mod is None else 2, 0 if dropout is None else 2
+        work = Workspace(tensors, program.strip_sizes, scores=scores, bits=bits)
         heads = k.shape[1]
         results = StripResults(
             _by_kv_head(out, heads),
@@ -275,6 +286,7 @@ def _backward_group(
     fused: FusedOp | None,
     mod: ScoreMod | None,
     grad_lse: Tensor | None,
+    dropout: Dropout | None,
     captured: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
@@ -297,9 +309,10 @@ def _backward_group(
             keys_of(dv, piece).add_(part_v)
     if program.strips:
         heads = k.shape[1]
-        tensors = _strip_tensors(q, k, v, group, mod)
-        scoring = _scoring(compiled, scale, mod, q.device)
-        work = Workspace(tensors, program.strip_sizes, scores=2 if mod is None else 3)
+        tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
+        scoring = _scoring(compiled, scale, mod, dropout, q.device)
+        scores, bits = 2 if mod is None else 3, 0 if dropout is None else 2
+        work = Workspace(tensors, program.strip_sizes, scores=scores, bits=bits)
         minus_delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1).neg_()
         if grad_lse is not None:
             minus_delta += grad_lse.to(dtype)
@@ -333,30 +346,46 @@ def _is_one_call(program: Program, q: Tensor, k: Tensor) -> bool:
 
 
 def _strip_tensors(
-    q: Tensor, k: Tensor, v: Tensor, group: HeadGroup, mod: ScoreMod | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: HeadGroup,
+    mod: ScoreMod | None,
+    dropout: Dropout | None,
+    compiled: CompiledShapes,
 ) -> StripTensors:
     dtype, device = accumulation_dtype(q.dtype), q.device
     heads = k.shape[1]
-    b_n = h_nr = None
-    if mod is not None:
-        b_n = torch.tensor(group.batch_elements, device=device).repeat_interleave(heads)
-        own = torch.tensor(group.q_heads, device=device).view(heads, -1)
-        h_nr = own.repeat(len(group.batch_elements), 1)
-    return StripTensors(
-        _by_kv_head(q.to(dtype), heads),
-        k.to(dtype).flatten(0, 1),
-        v.to(dtype).flatten(0, 1),
-        b_n,
-        h_nr,
+    found = StripTensors(
+        _by_kv_head(q.to(dtype), heads), k.to(dtype).flatten(0, 1), v.to(dtype).flatten(0, 1)
     )
+    if mod is None and dropout is None:
+        return found
+    b_n = torch.tensor(group.batch_elements, device=device).repeat_interleave(heads)
+    own = torch.tensor(group.q_heads, device=device).view(heads, -1)
+    h_nr = own.repeat(len(group.batch_elements), 1)
+    if dropout is None:
+        return replace(found, b_N=b_n, h_NR=h_nr)
+    q_at, kv_at = dropout.positions or (compiled.positions(x, device) for x in ("q", "kv"))
+    q_at, kv_at = (x if x.dim() == 1 else x[b_n] for x in (q_at, kv_at))
+    row, second = dropout.rows(
+        b_n[:, None, None], h_nr[:, :, None], q_at.view(-1, 1, q_at.shape[-1])
+    )
+    key = dropout.keys(kv_at).expand(b_n.numel(), -1)
+    return replace(found, b_N=b_n, h_NR=h_nr, row_NRL=row, second_NRL=second, key_NL=key)
 
 
 def _scoring(
-    compiled: CompiledShapes, scale: float, mod: ScoreMod | None, device: torch.device
+    compiled: CompiledShapes,
+    scale: float,
+    mod: ScoreMod | None,
+    dropout: Dropout | None,
+    device: torch.device,
 ) -> Scoring:
     if mod is None:
-        return Scoring(scale, None)
-    return Scoring(scale, mod, compiled.positions("q", device), compiled.positions("kv", device))
+        return Scoring(scale, None, dropout=dropout)
+    positions = (compiled.positions("q", device), compiled.positions("kv", device))
+    return Scoring(scale, mod, *positions, dropout)
 
 
 def _by_kv_head(x: Tensor, heads: int) -> Tensor:

@@ -22,6 +22,7 @@ from flexcp.errors import FlexCPError
 
 if TYPE_CHECKING:
     from flexcp.kernels.compiled_shapes import CompiledShapes
+    from flexcp.kernels.dropout import Dropout
     from flexcp.kernels.score import ScoreMod
 
 
@@ -190,6 +191,7 @@ class Kernel(Protocol):
         score_mod: ScoreMod | None = None,
         max_scores: bool = False,
         former: Partial | None = None,
+        dropout: Dropout | None = None,
     ) -> Partial:
         """The partial result over the pairs of `compiled`.
 
@@ -202,6 +204,7 @@ class Kernel(Protocol):
             score_mod: a function on the scores.
             max_scores: whether to return each row's largest score.
             former: a result over other keys, to be merged with: its tensors then hold both.
+            dropout: of the weights, after softmax: the lse is without it.
         """
         ...
 
@@ -225,6 +228,7 @@ class Kernel(Protocol):
         delta: Tensor | None = None,
         grad_q: Tensor | None = None,
         grad_kv: tuple[Tensor, Tensor] | None = None,
+        dropout: Dropout | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`.
 
@@ -242,6 +246,7 @@ class Kernel(Protocol):
             delta: what `delta` gave for these rows; None works it out.
             grad_q: the queries' gradient from other keys, to be added to: it then holds both.
             grad_kv: where to write the gradients of k and v, in any strides; new tensors if None.
+            dropout: of the weights, as in the forward pass.
         """
         ...
 

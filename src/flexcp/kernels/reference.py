@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreFunction
 
@@ -90,6 +91,7 @@ def dense_attention(
     scale: float | None = None,
     q_positions: Tensor | None = None,
     kv_positions: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> DenseResult:
     """Attention over all pairs at once.
 
@@ -103,6 +105,7 @@ def dense_attention(
         scale: factor on the scores; 1 / sqrt(D) by default.
         q_positions: [Lq] global positions, for `score_mod`; 0, 1, ... by default.
         kv_positions: [Lkv] global positions of the keys, for `score_mod`; 0, 1, ... by default.
+        dropout: of the weights after softmax, by global positions.
 
     >>> q = torch.zeros(1, 1, 2, 4)
     >>> v = torch.tensor([[1.0], [3.0]]).reshape(1, 1, 2, 1)
@@ -116,9 +119,9 @@ def dense_attention(
     v_rep = v.to(dtype).repeat_interleave(group, dim=1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q.to(dtype) * scale) @ k_rep.transpose(-1, -2)
+    q_pos = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
+    kv_pos = torch.arange(k.shape[2], device=q.device) if kv_positions is None else kv_positions
     if score_mod is not None:
-        q_pos = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
-        kv_pos = torch.arange(k.shape[2], device=q.device) if kv_positions is None else kv_positions
         scores = dense_scores(scores, score_mod, q_pos, kv_pos)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
@@ -135,6 +138,9 @@ def dense_attention(
     safe = with_sinks.masked_fill(sees_nothing, 0.0)
     lse = torch.logsumexp(safe, dim=-1, keepdim=True)
     weights = (safe - lse).exp()[..., :-1].masked_fill(sees_nothing, 0.0)
+    if dropout is not None:
+        kept = dropout.kept_of(q.shape[0], q.shape[1], q_pos, kv_pos)
+        weights = weights.masked_fill(~kept, 0.0) * dropout.factor
     out = (weights @ v_rep).to(q.dtype)
     lse = lse.masked_fill(sees_nothing, -torch.inf)
     return DenseResult(out, lse.squeeze(-1), highest.squeeze(-1))

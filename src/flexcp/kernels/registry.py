@@ -73,6 +73,7 @@ def choose(
     is_one_rectangle: bool = False,
     partial: bool = False,
     kernel: str | None = None,
+    dropout: bool = False,
 ) -> Choice:
     """The kernel for a call.
 
@@ -84,6 +85,7 @@ def choose(
         is_one_rectangle: whether every query sees every key.
         partial: whether a partial result is wanted, which compiled FlexAttention does not return.
         kernel: a kernel's name, to have that one or an error.
+        dropout: whether weights are dropped.
     """
     for name, x in (("q", q), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
@@ -105,22 +107,28 @@ def choose(
             f"kernel {kernel!r}",
             "ask for 'triton', 'varlen', 'flash' or 'scored', or leave the kernel out",
         )
+    if dropout and (kernel == "flex" or (kernel == "flash" and q.device.type != "cpu")):
+        raise FlexCPError(
+            "a kernel that drops weights by their global positions",
+            f"dropout_p above 0 with kernel {kernel!r}",
+            "ask for 'scored', or leave the kernel out",
+        )
     if kernel == "reference":
         return Choice("reference", None, ("it was asked for by name",))
     asked: tuple[str, ...] = () if kernel is None else ("it was asked for by name",)
     on_gpu = kernel is None and q.device.type == "cuda" and not is_one_rectangle
     if kernel == "triton":
-        _require_triton(q, v, score_mod, max_scores, wishes)
+        _require_triton(q, v, score_mod, max_scores, dropout, wishes)
         return _triton(q, v, wishes, asked)
     if kernel == "varlen":
-        _require_varlen(q, v, score_mod, max_scores)
+        _require_varlen(q, v, score_mod, max_scores, dropout)
         return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
-    if on_gpu and not score_mod and not max_scores:
+    if on_gpu and not score_mod and not max_scores and not dropout:
         why_not = _why_not_triton(q, v)
         if why_not is None:
             return _with_varlen(q, v, _triton(q, v, "", ("CUDA tensors, and a mask as data",)))
         asked = (why_not,)
-    if kernel == "flex" or (on_gpu and not partial):
+    if kernel == "flex" or (on_gpu and not partial and not dropout):
         _require_flex(q)
         return Choice("flex", None, (*asked, "CUDA tensors, and a mask or score_mod to compile in"))
     if kernel == "flash" and score_mod:
@@ -132,10 +140,12 @@ def choose(
     if score_mod or kernel == "scored":
         why = "a score_mod" if score_mod else "strips were asked for"
         return Choice("scored", None, (*asked, why))
-    if max_scores:
-        return Choice(
-            "flash", None, (*asked, "strips only: fused ops don't return the largest scores")
-        )
+    for given, why in (
+        (max_scores, "strips only: fused ops don't return the largest scores"),
+        (dropout, "strips only: fused ops don't drop weights by their global positions"),
+    ):
+        if given:
+            return Choice("flash", None, (*asked, why))
     fused, reasons = _fused_op(q, v)
     return Choice("flash", fused, (*asked, *reasons))
 
@@ -148,6 +158,7 @@ def explain(
     max_scores: bool = False,
     is_one_rectangle: bool = False,
     kernel: str | None = None,
+    dropout_p: float = 0.0,
 ) -> str:
     """Which kernel is chosen for a call, and why, for a person.
 
@@ -167,6 +178,7 @@ def explain(
             max_scores=max_scores,
             is_one_rectangle=is_one_rectangle,
             kernel=kernel,
+            dropout=dropout_p > 0,
         )
     )
 
@@ -192,11 +204,12 @@ def _with_varlen(q: Tensor, v: Tensor, choice: Choice) -> Choice:
     return replace(choice, reasons=(*choice.reasons, why), varlen=CUDA_VARLEN)
 
 
-def _require_varlen(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool) -> None:
+def _require_varlen(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, dropout: bool) -> None:
     why_not = CUDA_VARLEN.refuses(q, v)
-    for name, given in (("a score_mod", score_mod), ("the largest scores", max_scores)):
+    needs = {"a score_mod": score_mod, "the largest scores": max_scores, "dropout": dropout}
+    for name, given in needs.items():
         if given:
-            why_not = f"{CUDA_VARLEN.name} does not do {name}"
+            why_not = f"{CUDA_VARLEN.name} does not do {name} here"
     if why_not is not None:
         raise FlexCPError(
             "tensors and a call that the kernel 'varlen' can do", why_not, "leave the kernel out"
@@ -213,11 +226,14 @@ def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
     return None if refusal is None else f"not the Triton kernels, which need {refusal.expected}"
 
 
-def _require_triton(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, wishes: str) -> None:
+def _require_triton(
+    q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, dropout: bool, wishes: str
+) -> None:
     require_triton(any_version=names_every_kernel(wishes))
     for name, given, instead in (
         ("score_mod", score_mod, "scored"),
         ("max_scores", max_scores, "flash"),
+        ("dropout_p above 0", dropout, "scored"),
     ):
         if given:
             raise FlexCPError(

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError
-from flexcp.masks.recipe import tensor_bytes
 from flexcp.masks.trace import describe
+from flexcp.packing import tensor_bytes
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention score_mod of (score, b, h, q_idx, kv_idx)."""

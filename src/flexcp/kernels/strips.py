@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flexcp.kernels.dropout import Dropout, drop_, kept_bits_
 from flexcp.kernels.merge import merge_into
 from flexcp.kernels.program import Forbidden, Piece, StripSizes, row_stride
 from flexcp.kernels.score import ScoreMod
@@ -54,6 +55,12 @@ class StripTensors:
     """int64 Batch element of each n; only a score function needs to know."""
     h_NR: Tensor | None = None  # noqa: N815
     """int64 Query head of each n, r; only a score function needs to know."""
+    row_NRL: Tensor | None = None  # noqa: N815
+    """int32 First hash of each row; only dropout needs to know, as the next two."""
+    second_NRL: Tensor | None = None  # noqa: N815
+    """int32 Second hash of each row."""
+    key_NL: Tensor | None = None  # noqa: N815
+    """int32 Hash of each key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +73,8 @@ class Scoring:
     """int64 [Lq] Global positions, as the score function sees them."""
     kv_positions: Tensor | None = None
     """int64 [Lkv] Global positions of the keys."""
+    dropout: Dropout | None = None
+    """Of the weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +126,14 @@ def of_chunk(record: _Record, chunk: slice) -> _Record:
 
 
 class Workspace:
-    """Memory that the strips of a call use in turn: for a product, and for scores.
+    """Memory that the strips of a call use in turn: for a product, for scores, and for dropout.
 
     Allocating them anew each time would cost as much as a matrix product.
     """
 
-    def __init__(self, tensors: StripTensors, sizes: StripSizes, *, scores: int) -> None:
+    def __init__(
+        self, tensors: StripTensors, sizes: StripSizes, *, scores: int, bits: int = 0
+    ) -> None:
         n, r = tensors.q_NRLD.shape[:2]
         budget = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _CHUNK_MOST)
         most = max(1, budget // (r * sizes.typical_pairs))
@@ -136,6 +147,7 @@ class Workspace:
         most_scores = self._step * r * sizes.padded_pairs
         self._product = tensors.k_NLD.new_empty(self._step * longest * dim)
         self._scores = [tensors.k_NLD.new_empty(most_scores) for _ in range(scores)]
+        self._bits = [tensors.k_NLD.new_empty(most_scores, dtype=torch.int32) for _ in range(bits)]
 
     def chunks(self) -> Iterator[slice]:
         """All n, in groups that are computed together."""
@@ -148,8 +160,16 @@ class Workspace:
 
     def scores(self, which: int, n: int, rows: int, keys: int) -> Tensor:
         """Uninitialised memory for the scores of a strip, [n, rows, keys]."""
-        stride = row_stride(keys)
-        return self._scores[which].as_strided((n, rows, keys), (rows * stride, stride, 1))
+        return _padded(self._scores[which], n, rows, keys)
+
+    def bits(self, which: int, n: int, rows: int, keys: int) -> Tensor:
+        """Uninitialised memory for an int32 for each score of a strip, [n, rows, keys]."""
+        return _padded(self._bits[which], n, rows, keys)
+
+
+def _padded(memory: Tensor, n: int, rows: int, keys: int) -> Tensor:
+    stride = row_stride(keys)
+    return memory.as_strided((n, rows, keys), (rows * stride, stride, 1))
 
 
 def strip_forward(
@@ -178,11 +198,15 @@ def strip_forward(
     base = highest.clamp(min=torch.finfo(scores.dtype).min) if some_row_is_fully_masked else highest
     weights = scores.sub_(base).exp2_()
     total = weights.sum(-1, keepdim=True)
+    divisor = total.masked_fill(total == 0, 1.0) if some_row_is_fully_masked else total
+    if scoring.dropout is not None:
+        drop_(weights, _kept(tensors, piece, scoring.dropout, work))
+        divisor = divisor * (1.0 - scoring.dropout.p)
     writes = piece.first_write and r == 1 and work.in_place
     target = rows_of(results.out_NRLD, piece)
     out = target.squeeze(1) if writes else work.product(n, q.shape[1], v.shape[-1])
     out.baddbmm_(weights, v, beta=0)
-    out.div_(total.masked_fill(total == 0, 1.0) if some_row_is_fully_masked else total)
+    out.div_(divisor)
     lse = total.log2_().add_(base).mul_(LN_2).view(n, r, piece.rows)
     target_lse = rows_of(results.lse_NRL, piece)
     if piece.first_write:
@@ -227,10 +251,18 @@ def strip_backward(
         _forbid_modified(weights, piece)
         weights.add_(minus_lse)
     weights.exp2_()
-    _add_product(keys_of(sums.v_NLD, piece, 1), weights.transpose(1, 2), grad_out, 1.0, work)
     grad_scores = work.scores(1, n, q.shape[1], piece.keys)
-    torch.baddbmm(minus_delta, grad_out, v.transpose(1, 2), out=grad_scores)
-    grad_scores.mul_(weights)
+    dropout, factor = scoring.dropout, 1.0
+    if dropout is None:
+        torch.baddbmm(minus_delta, grad_out, v.transpose(1, 2), out=grad_scores)
+        grad_scores.mul_(weights)
+    else:
+        factor = dropout.factor
+        kept = _kept(tensors, piece, dropout, work)
+        grad_scores.baddbmm_(grad_out, v.transpose(1, 2), beta=0, alpha=factor)
+        drop_(grad_scores, kept).add_(minus_delta).mul_(weights)
+        drop_(weights, kept)
+    _add_product(keys_of(sums.v_NLD, piece, 1), weights.transpose(1, 2), grad_out, factor, work)
     if mod is not None:
         found = mod.pull_back(tile, modified, grad_scores.view(tile.shape), sums.captured)
         grad_scores = found.reshape(grad_scores.shape)
@@ -273,6 +305,18 @@ def _modified(
         rows_of(scoring.q_positions, piece, 0),
         keys_of(scoring.kv_positions, piece, 0),
     )
+
+
+def _kept(tensors: StripTensors, piece: Piece, dropout: Dropout, work: Workspace) -> Tensor:
+    """int32 [n, rows, keys] 1 where a strip's weight is kept, else 0."""
+    assert tensors.row_NRL is not None
+    assert tensors.second_NRL is not None
+    assert tensors.key_NL is not None
+    row, second = (_by_row(x, piece).unsqueeze(-1) for x in (tensors.row_NRL, tensors.second_NRL))
+    sizes = (row.shape[0], row.shape[1], piece.keys)
+    key = keys_of(tensors.key_NL, piece, 1).unsqueeze(1)
+    out, spare = work.bits(0, *sizes), work.bits(1, *sizes)
+    return kept_bits_(out, spare, row, second, key, dropout.threshold)
 
 
 def _forbid(scores: Tensor, piece: Piece) -> None:

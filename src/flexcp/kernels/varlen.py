@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.interface import Kernel, Partial, PartialGradients
 from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.score import ScoreMod
@@ -72,13 +73,14 @@ class VarlenKernel:
         score_mod: ScoreMod | None = None,
         max_scores: bool = False,
         former: Partial | None = None,
+        dropout: Dropout | None = None,
     ) -> Partial:
         """The partial result over the pairs of `compiled`, merged into `former` if given."""
         calls = self._calls(q, compiled)
-        if calls is None or score_mod is not None or max_scores:
+        if calls is None or score_mod is not None or max_scores or dropout is not None:
             return self._other().forward(
                 q, k, v, compiled, scale=scale, score_mod=score_mod, max_scores=max_scores,
-                former=former,
+                former=former, dropout=dropout,
             )  # fmt: skip
         dtype = accumulation_dtype(q.dtype)
         packed = [_packed(x) for x in (q, k, v)]
@@ -129,13 +131,15 @@ class VarlenKernel:
         delta: Tensor | None = None,
         grad_q: Tensor | None = None,
         grad_kv: tuple[Tensor, Tensor] | None = None,
+        dropout: Dropout | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
         calls = self._calls(q, compiled)
-        if calls is None or score_mod is not None or grad_lse is not None:
+        needs_other = score_mod is not None or grad_lse is not None or dropout is not None
+        if calls is None or needs_other:
             return self._other().backward(
                 grad_out, q, k, v, out, lse, compiled, scale=scale, score_mod=score_mod,
-                grad_lse=grad_lse, delta=delta, grad_q=grad_q, grad_kv=grad_kv,
+                grad_lse=grad_lse, delta=delta, grad_q=grad_q, grad_kv=grad_kv, dropout=dropout,
             )  # fmt: skip
         dtype = accumulation_dtype(q.dtype)
         # exp(score - inf) is 0: rows that see nothing anywhere get zero gradients.
@@ -174,7 +178,7 @@ class VarlenKernel:
         if self.otherwise is None:
             raise FlexCPError(
                 "a mask of a few causal, document or window stretches, the same for all heads, "
-                "without a score_mod, largest scores or a gradient of lse",
+                "without a score_mod, dropout, largest scores or a gradient of lse",
                 "kernel 'varlen' for another",
                 "leave the kernel out",
             )

@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError, as_whole, require, whole_number
 from flexcp.layout.row_sets import RowSets, expand, row_sets
+from flexcp.packing import reduce_packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         _require_partition(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was derived from the runs, and in few bytes."""
+        return reduce_packed(self)
 
     @classmethod
     def of_runs(

@@ -7,8 +7,8 @@ from typing import Any
 
 from flexcp.masks.graph import MaskGraph, Ref
 from flexcp.masks.mask import Mask
-from flexcp.masks.recipe import tensor_bytes
 from flexcp.masks.trace import trace_mask
+from flexcp.packing import tensor_bytes
 
 
 def mask_digest(mask: Mask) -> str:

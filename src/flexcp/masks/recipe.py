@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from flexcp.packing import reduce_packed, tensor_bytes
 
 if TYPE_CHECKING:
     from flexcp.masks.mask import Mask
@@ -38,6 +39,9 @@ class TensorValue:
 
     def __hash__(self) -> int:
         return hash((self.tensor.shape, b"" if self.tensor.is_meta else self.digest))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_packed(self)
 
     @cached_property
     def digest(self) -> bytes:
@@ -133,14 +137,3 @@ def made_alike(a: Mask, b: Mask) -> bool:
             else:
                 pending.append((x, y))
     return True
-
-
-def tensor_bytes(x: Tensor) -> bytes:
-    """The memory of a tensor's elements, in order.
-
-    >>> import torch
-    >>> tensor_bytes(torch.tensor([1, 2], dtype=torch.uint8))
-    b'\\x01\\x02'
-    """
-    x = x.detach().cpu().contiguous()
-    return ctypes.string_at(x.data_ptr(), x.numel() * x.element_size()) if x.numel() else b""

@@ -13,6 +13,15 @@ from flexcp.eager import outside_of_transforms, run_eagerly_on_cpu
 from flexcp.masks.digest import mask_digest
 from flexcp.plan import Plan
 
+_FIX = (
+    "make the plan from the same mask and numbers on every rank, pass the same kind of "
+    "tensors, and need gradients on all ranks or on none"
+)
+_SEEDS = (
+    "; pass the same dropout_seed on every rank, or none, with torch's default CPU generators in "
+    "the same state (torch.manual_seed)"
+)
+
 ScoreModKind = Literal["none", "eager", "traced"]
 """How a score function is run, if there is one."""
 
@@ -38,6 +47,10 @@ class CallKind:
     """Whether a backward pass will follow."""
     kernel: str | None = None
     """The kernel that was asked for by name."""
+    dropout_p: float = 0.0
+    """The share of weights that are dropped; which of them, a seed says that may change."""
+    first_head: int = 0
+    """The global number of the first query head, where heads are sharded outside of the plan."""
 
     def agreement(self, plan: Plan, score_mod: str = "") -> Agreement:
         """What ranks compare before the first call of the kind.
@@ -65,12 +78,17 @@ class CallKind:
         }
         if score_mod:
             facts["what score_mod does"] = score_mod
+        if self.dropout_p:
+            facts["dropout_p"] = str(self.dropout_p)
+        if self.first_head:
+            facts["first query head"] = str(self.first_head)
         return Agreement(
             "make the same call of attention",
             f"attention under mask {mask!r}" if mask else "attention",
             facts,
             "make the plan from the same mask and numbers on every rank, pass the same kind of "
-            "tensors, and need gradients on all ranks or on none",
+            "tensors, and need gradients on all ranks or on none"
+            + (_SEEDS if self.dropout_p else ""),
         )
 
 

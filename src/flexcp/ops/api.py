@@ -10,8 +10,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from flexcp.errors import FlexCPError, require
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.score import ScoreFunction, check_score_mod
 from flexcp.ops.arguments import (
+    Seed,
+    as_dropout_p,
+    as_dropout_seed,
     as_scale,
     autocast,
     check_flags,
@@ -22,6 +26,7 @@ from flexcp.ops.arguments import (
 )
 from flexcp.ops.autograd import differentiable
 from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention, handle_of
+from flexcp.ops.dropout import drawn_seed, traced_seed
 from flexcp.ops.local import local_attention
 from flexcp.ops.mask_cache import MaskLike
 from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
@@ -43,6 +48,8 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as torch's `flex_attention`, with gradients for everything.
 
@@ -64,6 +71,11 @@ def flex_attention(
             options of torch's GPU kernels are for the kernel "flex".
         return_aux: which auxiliary outputs to return: `AuxRequest(lse=..., max_scores=...)`.
         sinks: [H] logits that join each row's denominator.
+        dropout_p: Share of weights that are dropped after softmax, in [0, 1); the others are
+            divided by 1 - dropout_p, and lse is without dropout.
+        dropout_seed: Says which: the same seed drops the same (batch element, head, query, key)
+            with every kernel, and over ranks. An int, or a CPU tensor of one; None draws it from
+            torch's default CPU generator.
 
     Returns:
         out [B, H, Lq, Dv] in the query's type; with `return_lse` also lse [B, H, Lq], the natural
@@ -94,10 +106,14 @@ def flex_attention(
     factor = query.shape[-1] ** -0.5 if factor is None else factor
     wants_max = return_aux is not None and return_aux.max_scores
     kernel, options = _kernel_asked_for(kernel_options)
+    p, given = as_dropout_p(dropout_p), as_dropout_seed(dropout_seed)
     if not torch.compiler.is_compiling():
+        dropout = None
+        if p > 0:
+            dropout = Dropout(p, drawn_seed() if given is None else int(given))
         out, lse, highest = local_attention(
             query, key, value, block_mask, scale=factor, score_mod=score_mod, sinks=sinks,
-            max_scores=wants_max, kernel=kernel, options=options,
+            max_scores=wants_max, kernel=kernel, options=options, dropout=dropout,
         )  # fmt: skip
     elif kernel in ("flex", "reference"):
         raise FlexCPError(
@@ -107,12 +123,14 @@ def flex_attention(
         )
     elif score_mod is None:
         out, lse, highest = compiled_local_attention(
-            query, key, value, handle_of(block_mask), factor, sinks, wants_max, kernel
-        )
+            query, key, value, handle_of(block_mask), factor, sinks, wants_max, kernel, p,
+            traced_seed(given) if p > 0 else None,
+        )  # fmt: skip
     else:
         out, lse, highest = traced_local_attention(
-            query, key, value, block_mask, score_mod, factor, sinks
-        )
+            query, key, value, block_mask, score_mod, factor, sinks, p,
+            traced_seed(given) if p > 0 else None,
+        )  # fmt: skip
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, highest if wants_max else None)
     return (out, lse) if return_lse else out
@@ -131,6 +149,8 @@ def attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries over the whole sequence, with gradients.
 
@@ -150,6 +170,11 @@ def attention(
         return_lse: Whether to return lse [B, H, L] as well; gradients flow through it.
         kernel: One of `flexcp.kernels.KERNELS` that returns partial results, by name; the best for
             the tensors by default.
+        dropout_p: Share of weights that are dropped after softmax, in [0, 1); the others are
+            divided by 1 - dropout_p, and lse is without dropout.
+        dropout_seed: Says which, by global batch element, head, query and key, so that it is the
+            same as in one process. All ranks pass the same, an int or a CPU tensor of one; None
+            draws it from torch's default CPU generator, whose state must be the same on all ranks.
 
     >>> import flexcp
     >>> from flexcp.testing import simulate
@@ -163,31 +188,61 @@ def attention(
     """
     require("plan", plan, Plan, "pass what flexcp.make_plan returned")
     check_flags(return_lse=return_lse)
-    if kernel is not None:
-        require("kernel", kernel, str, "pass a name of flexcp.kernels.KERNELS, or leave it out")
-    check_score_mod(score_mod)
+    out, lse = attention_of_heads(
+        q, k, v, plan, mask, score_mod, scale, sinks, kernel, dropout_p, dropout_seed
+    )
+    return (out, lse) if return_lse else out
+
+
+def attention_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    mask: str | None,
+    score_mod: ScoreFunction | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    kernel: str | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed | None = None,
+    *,
+    first_head: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Out and lse of `attention`, for heads that are counted from a given one by dropout."""
     if not torch.compiler.is_compiling():
         with tell_ranks_on_error(plan):
             scale = as_scale(scale)
             q, k, v = _checked(q, k, v, sinks)
-            op = sharded_op(q, k, v, plan, mask, score_mod, scale, sinks, kernel=kernel)
-        out, lse, *_ = differentiable(op.begin(), q, k, v, sinks)
-        return (out, lse) if return_lse else out
+            check_score_mod(score_mod)
+            if kernel is not None:
+                require("kernel", kernel, str, "pass a name of flexcp.kernels.KERNELS")
+            p, given = as_dropout_p(dropout_p), as_dropout_seed(dropout_seed)
+            op = sharded_op(
+                q, k, v, plan, mask, score_mod, scale, sinks, kernel=kernel, dropout_p=p,
+                first_head=first_head,
+            )  # fmt: skip
+        call = op.begin(None if given is None else int(given))
+        out, lse, *_ = differentiable(call, q, k, v, sinks)
+        return out, lse
     scale = as_scale(scale)
     q, k, v = _checked(q, k, v, sinks)
+    p, given = as_dropout_p(dropout_p), as_dropout_seed(dropout_seed)
+    seed = traced_seed(given) if p > 0 else None
     if score_mod is None:
         gradients = needs_gradients(q, k, v, sinks)
-        out, lse = compiled_sharded_attention(q, k, v, plan, mask, scale, sinks, gradients, kernel)
-    elif kernel is not None:
+        return compiled_sharded_attention(
+            q, k, v, plan, mask, scale, sinks, gradients, kernel, p, seed, first_head
+        )
+    if kernel is not None:
         raise FlexCPError(
             "no kernel by name with a score_mod inside torch.compile, which compiles its own",
             repr(kernel),
             "leave it out, or call attention outside",
         )
-    else:
-        gradients = needs_gradients(k, v)
-        out, lse = traced_sharded_attention(q, k, v, plan, mask, score_mod, scale, sinks, gradients)
-    return (out, lse) if return_lse else out
+    return traced_sharded_attention(
+        q, k, v, plan, mask, score_mod, scale, sinks, needs_gradients(k, v), p, seed, first_head
+    )
 
 
 def _checked(

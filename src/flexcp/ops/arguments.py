@@ -18,6 +18,9 @@ R = TypeVar("R")
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+Seed = int | Tensor
+"""64 bits: a number, or an integer tensor of one element in the host's memory."""
+
 
 def overridable(function: Callable[P, R]) -> Callable[P, R]:
     """Lets `__torch_function__` of a mode that is on, or of an argument, answer in its place.
@@ -224,3 +227,47 @@ def check_mask_size(
                 f"{name}={have}",
                 f"build it with {name}={want}",
             )
+
+
+def as_dropout_p(p: float) -> float:
+    """The share of weights that are dropped, if it is one.
+
+    >>> as_dropout_p(0)
+    0.0
+    """
+    is_number = isinstance(p, (int, float)) and not isinstance(p, bool)
+    if not is_number or not 0 <= p < 1:
+        raise FlexCPError(
+            "dropout_p to be a number of at least 0 and below 1",
+            repr(p),
+            "pass the share of attention weights that are to be dropped",
+        )
+    return float(p)
+
+
+def as_dropout_seed(seed: object) -> Seed | None:
+    """The seed that was given, if it is one; None for one that is to be drawn."""
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        is_integer = not (seed.is_floating_point() or seed.is_complex()) and seed.numel() == 1
+        if not is_integer or seed.dtype == torch.bool or seed.device.type != "cpu":
+            raise _no_seed(
+                f"a tensor of shape {tuple(seed.shape)} and {seed.dtype} on {seed.device}"
+            )
+        return seed
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        if not torch.compiler.is_compiling() and not -(1 << 63) <= seed < 1 << 63:
+            raise _no_seed(repr(seed))
+        return seed
+    if not isinstance(seed, bool) and hasattr(seed, "__index__"):  # numpy's integers
+        return as_dropout_seed(seed.__index__())
+    raise _no_seed(f"{seed!r} of type {type(seed).__name__}")
+
+
+def _no_seed(got: str) -> FlexCPError:
+    return FlexCPError(
+        "dropout_seed to be an integer of 64 bits, or a CPU tensor of one",
+        got,
+        "pass another integer in every step, or None to draw it from torch's default generator",
+    )

@@ -16,7 +16,11 @@ def differentiable(
 ) -> tuple[Tensor, ...]:
     """out, lse and the op's extras; gradients flow through the first two."""
     # What `torch.func` needs makes torch look up the function's signature in every call.
-    function = Attention if torch._C._are_functorch_transforms_active() else _EagerAttention
+    transformed = torch._C._are_functorch_transforms_active()
+    if not torch.is_grad_enabled() and not transformed:
+        # No node: calls of a reentrant checkpoint are known by the number of the next one.
+        return Attention.forward(op, q, k, v, sinks)
+    function = Attention if transformed else _EagerAttention
     found: tuple[Tensor, ...] = function.apply(op, q, k, v, sinks, *op.captured)  # type: ignore[no-untyped-call]
     return found
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.comm import CallLabel
 from flexcp.errors import FlexCPError
 from flexcp.graph_handles import constant_handle, owner_of, require_compiled_for
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.masks import Mask
 from flexcp.ops.interface import AttentionOp, OutputGradients, Saved
@@ -34,13 +36,15 @@ def compiled_local_attention(
     sinks: Tensor | None,
     wants_max: bool,
     kernel: str | None,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and, if wanted, the largest scores of one device, as part of a compiled graph.
 
     `handle` stands for the mask; None allows every pair.
     """
     out, lse, *extras = _attention(
-        q, k, v, sinks, handle, "", scale, False, wants_max, kernel, None, None
+        q, k, v, sinks, handle, "", scale, False, wants_max, kernel, None, None, dropout_p, seed, 0
     )
     return out, lse, extras[0] if wants_max else None
 
@@ -78,6 +82,9 @@ def compiled_sharded_attention(
     sinks: Tensor | None,
     gradients: bool,
     kernel: str | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    first_head: int,
     *,
     handle: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -95,8 +102,9 @@ def compiled_sharded_attention(
     kept = (sizes.kept.shape[0] - 2) * batch * each * (k.shape[3] + v.shape[3])
     handle = plan.graph_handle if handle is None else handle
     out, lse, *_ = _attention(
-        q, k, v, sinks, handle, name, scale, gradients, False, kernel, swapped, kept
-    )
+        q, k, v, sinks, handle, name, scale, gradients, False, kernel, swapped, kept,
+        dropout_p, seed, first_head,
+    )  # fmt: skip
     return out, lse
 
 
@@ -111,16 +119,23 @@ def _op_of(
     gradients: bool,
     wants_max: bool,
     kernel: str | None,
+    dropout_p: float,
+    seed: int,
+    first_head: int,
 ) -> AttentionOp | ShardedAttention:
     """The op that a handle stands for."""
     owner: Any = None if handle is None else owner_of(handle, keep=True)
     if isinstance(owner, Plan):
         with tell_ranks_on_error(owner):
             return sharded_op(
-                q, k, v, owner, mask, None, scale, sinks, gradients=gradients, kernel=kernel
-            )
+                q, k, v, owner, mask, None, scale, sinks, gradients=gradients, kernel=kernel,
+                dropout_p=dropout_p, first_head=first_head,
+            )  # fmt: skip
     assert scale is not None
-    return local_op(q, k, v, owner, scale=scale, max_scores=wants_max, kernel=kernel)
+    dropout = Dropout(dropout_p, seed) if dropout_p else None
+    return local_op(
+        q, k, v, owner, scale=scale, max_scores=wants_max, kernel=kernel, dropout=dropout
+    )
 
 
 @torch.library.custom_op("flexcp::attention", mutates_args=())
@@ -137,14 +152,22 @@ def _attention(
     kernel: str | None,
     swapped: list[int] | None,  # noqa: ARG001
     kept: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    first_head: int,
 ) -> list[Tensor]:
     """out, lse, and the op's extras, packed.
 
     `swapped` has rows, query heads and kv heads after a swap of rows for heads, if there is one;
-    `kept` is how many elements of K and V are kept; None on one device.
+    `kept` is how many elements of K and V are kept; None on one device. `seed` is an int64 [1] on
+    the host, if weights are dropped.
     """
-    found = _op_of(q, k, v, sinks, handle, mask, scale, gradients, wants_max, kernel)
-    op: AttentionOp = found.begin() if isinstance(found, ShardedAttention) else found
+    number = 0 if seed is None else int(seed)
+    found = _op_of(
+        q, k, v, sinks, handle, mask, scale, gradients, wants_max, kernel, dropout_p, number,
+        first_head,
+    )  # fmt: skip
+    op: AttentionOp = found.begin(number) if isinstance(found, ShardedAttention) else found
     saved = op.forward(q, k, v, sinks)
     packed = op.pack(saved)
     if kept is not None:
@@ -166,6 +189,9 @@ def _(
     kernel: str | None,  # noqa: ARG001
     swapped: list[int] | None,
     kept: int | None,
+    dropout_p: float,  # noqa: ARG001
+    seed: Tensor | None,  # noqa: ARG001
+    first_head: int,  # noqa: ARG001
 ) -> list[Tensor]:
     dtype = accumulation_dtype(q.dtype)
     batch, d, dv = q.shape[0], k.shape[3], v.shape[3]
@@ -173,7 +199,7 @@ def _(
     if wants_max:
         found.append(q.new_empty(q.shape[:3], dtype=dtype))
     if kept is not None:
-        found.append(torch.empty(4, dtype=torch.int64))
+        found.append(torch.empty(CallLabel.WORDS, dtype=torch.int64))
     if swapped is not None:
         rows, heads, kv_heads = swapped
         found += [
@@ -201,8 +227,14 @@ def _attention_backward(
     mask: str,
     scale: float | None,
     kernel: str | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = _op_of(q, k, v, sinks, handle, mask, scale, True, False, kernel)
+    number = 0 if seed is None else int(seed)
+    found = _op_of(
+        q, k, v, sinks, handle, mask, scale, True, False, kernel, dropout_p, number, first_head
+    )
     out, lse, *packed = outputs
     op: AttentionOp = found.again(packed[0]) if isinstance(found, ShardedAttention) else found
     saved = Saved(q, k, v, sinks, out, lse)
@@ -225,26 +257,30 @@ def _(
     mask: str,  # noqa: ARG001
     scale: float | None,  # noqa: ARG001
     kernel: str | None,  # noqa: ARG001
+    dropout_p: float,  # noqa: ARG001
+    seed: Tensor | None,  # noqa: ARG001
+    first_head: int,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, sinks, handle, mask, scale, _, _, kernel, *_ = inputs
+    q, k, v, sinks, handle, mask, scale, _, _, kernel, _, _, dropout_p, seed, first_head = inputs
     if len(output) > 2:
         ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sinks, handle, *output)
-    ctx.rest = (mask, scale, kernel)
+    ctx.save_for_backward(q, k, v, sinks, handle, seed, *output)
+    ctx.rest = (mask, scale, kernel, dropout_p)
+    ctx.first_head = first_head
 
 
 def _backward(ctx: Any, grads: Any) -> tuple[Any, ...]:
-    q, k, v, sinks, handle, *outputs = ctx.saved_tensors
+    q, k, v, sinks, handle, seed, *outputs = ctx.saved_tensors
     dq, dk, dv, d_sinks = _attention_backward(
-        grads[0], grads[1], q, k, v, sinks, handle, outputs, *ctx.rest
+        grads[0], grads[1], q, k, v, sinks, handle, outputs, *ctx.rest, seed, ctx.first_head
     )
-    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 8
+    return dq, dk, dv, None if sinks is None else d_sinks, *[None] * 11
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexcp.comm import PassLabel, Pending, Transport
 from flexcp.eager import outside_of_inference_mode
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.interface import Kernel, Partial
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreMod
@@ -42,10 +43,16 @@ class RoundKernel:
     kernel: Kernel
     score_mods: tuple[ScoreMod | None, ...]
     """One for each batch element with a layout of its own, else one."""
+    dropout: Dropout | None = None
+    """Of the weights, as the call's seed says."""
 
     def score_mod(self, b: int | None) -> ScoreMod | None:
         """The score function, which sees the batch element's own number."""
         return self.score_mods[b or 0] if len(self.score_mods) > 1 else self.score_mods[0]
+
+    def dropout_of(self, b: int | None) -> Dropout | None:
+        """The dropout of a batch element's own tensors, or of all."""
+        return None if self.dropout is None else self.dropout.of_element(b)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +91,8 @@ class PassWorkspace:
                 own = arriving[: program.own_rows]
             elif not program.own_is_given:
                 own = kind.empty(program.sent_rows)
-                own[program.own_rows :].zero_()  # padding that is sent
+                if program.sent_rows > program.own_rows:  # padding that is sent
+                    own[program.own_rows :].zero_()
             if own is not None and arriving is not None:
                 rounds = bound_rounds(program, kind, own, arriving, staged, gathered)
             gradients = bound_gradients(program, kind)
@@ -208,6 +216,7 @@ def run_forward(
                 scale=kernel.scale,
                 score_mod=kernel.score_mod(b),
                 former=former,
+                dropout=kernel.dropout_of(b),
             )
             if out is None:
                 out, lse = found.out, found.lse
@@ -267,11 +276,14 @@ def run_backward(
     grads: OutputGradients,
     kept: Tensor | None,
     labels: PassLabel,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k, v and captured tensors, from the out and lse over all keys.
 
     `saved` and `grads` are of the rows and heads that the kernel computes. `kept` are the rows that
-    arrived in the forward pass, if they were kept. All are in the accumulation type.
+    arrived in the forward pass, if they were kept. All are in the accumulation type, but for those
+    of k and v if `kv_dtype` names another.
     """
     q, k, v, out, lse = saved.q, saved.k, saved.v, saved.out, saved.lse
     dtype = accumulation_dtype(q.dtype)
@@ -285,8 +297,8 @@ def run_backward(
     returns = GradientReturns(space.gradients, transport, labels)
     delta = kernel.kernel.delta(grads.out, out, grads.lse)
     for number, round_ in enumerate(fetched(rounds, transport, labels)):
-        pieces = []
-        for b, keys, values, shapes in round_.work:
+        rooms = returns.work(number)
+        for (b, keys, values, shapes), room in zip(round_.work, rooms, strict=True):
             own = (grads.out, q, out, lse, grads.lse, delta, grad_q)
             if b is not None:
                 grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
@@ -306,13 +318,14 @@ def run_backward(
                 grad_lse=grad_lse,
                 delta=own_delta,
                 grad_q=so_far,
+                grad_kv=room.for_kernel,
+                dropout=kernel.dropout_of(b),
             )
             grad_q = found.q if grad_q is None else grad_q
             for total, part in zip(captured, found.captured, strict=True):
                 total += part
-            pieces.append(space.kind.pair_from_kernel(found.k, found.v))
-        returns.add_round(number, pieces)
-    grad_k, grad_v = space.kind.as_tokens(returns.finish())
+        returns.add_round(number)
+    grad_k, grad_v = space.kind.as_tokens(returns.finish(kv_dtype or dtype))
     give_workspace(program, space)
     grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
     return grad_q, grad_k, grad_v, captured

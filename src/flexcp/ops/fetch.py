@@ -71,7 +71,7 @@ def _places_of(program: RankProgram, source: Source) -> Tensor:
     """int64 Where rows are, if own rows come before those that arrive."""
     places = source.places
     at = torch.arange(places.rows) + places.first if places.index is None else places.index
-    return at if source.is_own else at + program.own_rows
+    return at if source.of == "own" else at + program.own_rows
 
 
 @torch.library.custom_op("flexcp::fetch_rows", mutates_args=())
@@ -86,13 +86,19 @@ def fetch_rows(
     gradients: bool,
     by_element: bool,
     rows: int,
+    dropout_p: float,
+    seed: Tensor | None,
+    first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """K and V of all rows that this rank's queries need, side by side; and the call's label."""
     plan = owner_of(handle, keep=True)
     assert isinstance(plan, Plan)
     with tell_ranks_on_error(plan):
-        op = sharded_op(q, k, v, plan, mask, None, scale, sinks, gradients=gradients, traced=True)
-    call = op.begin()
+        op = sharded_op(
+            q, k, v, plan, mask, None, scale, sinks, gradients=gradients, traced=True,
+            dropout_p=dropout_p, first_head=first_head,
+        )  # fmt: skip
+    call = op.begin(0 if seed is None else int(seed))
     labels = call.label.passing("forward")
     fetch = fetch_of(plan, mask)
     program = fetch.forward
@@ -123,8 +129,12 @@ def _(
     gradients: bool,  # noqa: ARG001
     by_element: bool,
     rows: int,
+    dropout_p: float,  # noqa: ARG001
+    seed: Tensor | None,  # noqa: ARG001
+    first_head: int,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    return k.new_empty(fetched_shape(k, v, rows, by_element)), torch.empty(4, dtype=torch.int64)
+    label = torch.empty(CallLabel.WORDS, dtype=torch.int64)
+    return k.new_empty(fetched_shape(k, v, rows, by_element)), label
 
 
 @torch.library.custom_op("flexcp::return_rows", mutates_args=())
@@ -137,15 +147,16 @@ def _return_rows(
     fetch, transport = fetch_of(plan, mask), plan.transport
     label = CallLabel.of_tensor("attention", call)
     labels = label.passing("backward", transport.calls.next_backward(label))
-    space, d = take_workspace(fetch.backward, k, v), k.shape[3]
+    space = take_workspace(fetch.backward, k, v)
     returns = GradientReturns(space.gradients, transport, labels)
     with telling_ranks(transport, labels):
         for number, rows in enumerate(fetch.rows_of_round):
-            piece = gradient.index_select(0, rows.to(gradient.device))
-            returns.add_round(number, [(piece[..., :d], piece[..., d:])] if len(rows) else [])
-        grad_k, grad_v = space.kind.as_tokens(returns.finish())
+            for piece in returns.work(number):
+                piece.rows.copy_(gradient.index_select(0, rows.to(gradient.device)))
+            returns.add_round(number)
+        grad_k, grad_v = space.kind.as_tokens(returns.finish(k.dtype))
     give_workspace(fetch.backward, space)
-    return grad_k.to(k.dtype).contiguous(), grad_v.to(v.dtype).contiguous()
+    return grad_k.contiguous(), grad_v.contiguous()
 
 
 @_return_rows.register_fake
@@ -169,7 +180,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Any, _: Any) -> tuple[Any, ...]:
     grad_k, grad_v = _return_rows(gradient, *ctx.saved_tensors, ctx.mask)
-    return None, grad_k, grad_v, *[None] * 7
+    return None, grad_k, grad_v, *[None] * 10
 
 
 fetch_rows.register_autograd(_backward, setup_context=_setup_context)

@@ -37,6 +37,34 @@ class Add:
         source, target, clears = (x.on(device) for x in (self.source, self.target, self.clears))
         return Add(source, target, self.writes, clears)
 
+    @property
+    def launches(self) -> int:
+        """What it takes at most: some places are cleared; rows are picked, cast, and added."""
+        picked, scattered = self.source.index is not None, self.target.index is not None
+        return 1 + (self.clears.rows > 0) + picked + scattered
+
+
+@dataclass(frozen=True, eq=False)
+class RowSums:
+    """What peers have returned, in one step: new values of sums, each of rows in a fixed order."""
+
+    source: Tensor
+    """int64 [n] The rows that are summed: of the sums, and behind them those that came."""
+    starts: Tensor
+    """int64 [targets + 1] Where the rows of each target begin in `source`."""
+    target: Places | None
+    """Where the values go; None if they are those of all own rows, which the pass returns."""
+
+    def on(self, device: torch.device) -> RowSums:
+        """The same, with indices on a device."""
+        target = None if self.target is None else self.target.on(device)
+        return RowSums(self.source.to(device), self.starts.to(device), target)
+
+    @property
+    def launches(self) -> int:
+        """What it takes at most: rows are cast, summed and put back."""
+        return 2 if self.target is None else 3
+
 
 @dataclass(frozen=True, eq=False)
 class GradientRound:
@@ -53,7 +81,10 @@ class GradientRound:
     alike: int
     """If not 0, that many peers return the same rows: they are summed over peers, in order."""
     returned: tuple[Add, ...]
-    """Where what comes goes, in as many parts as a row comes times."""
+    """Where what comes goes, after the work of the next round, in as many parts as a row comes
+    times; nothing if it is summed instead."""
+    summed: RowSums | None
+    """What becomes of it, if that takes less than parts."""
 
     def on(self, device: torch.device) -> GradientRound:
         """The same, with indices on a device."""
@@ -62,6 +93,7 @@ class GradientRound:
             work=tuple(add.on(device) for add in self.work),
             clears=self.clears.on(device),
             returned=tuple(add.on(device) for add in self.returned),
+            summed=None if self.summed is None else self.summed.on(device),
         )
 
     @property
@@ -124,25 +156,27 @@ def gradient_program(
         rows = rows_of_spans(steps[i].work)
         pieces.insert(0, [sums.place[rows[a : a + n]] for a, n in work[i]])
     for i in range(len(steps)):
-        sums.note(2 * i, pieces[i])
-        sums.note(2 * i + 1, returned[i])
+        sums.note(i, pieces[i])
+        sums.note(i + 1, returned[i])
     sums.arrange()
-    rounds = []
+    found, adds, unsent = [], [], []
     for i in range(len(steps)):
-        adds = [sums.add(torch.arange(at.numel()), at) for at in pieces[i]]
-        unsent = sums.unwritten(sums.message_places(i))
-        alike = _alike(returned[i])
-        parts = _parts(returned[i][:1] if alike else returned[i])
-        rounds.append(
-            GradientRound(
-                tuple(adds),
-                unsent,
-                sums.messages(i),
-                _side_by_side((peer, rows.numel()) for peer, rows in came[i]),
-                alike,
-                tuple(sums.add(source, at) for source, at in parts),
-            )
+        found.append(tuple(sums.add(torch.arange(at.numel()), at) for at in pieces[i]))
+        if i:
+            adds.append(sums.returned(returned[i - 1]))
+        unsent.append(sums.unwritten(sums.message_places(i)))
+    adds += [sums.returned(targets, last=True) for targets in returned[-1:]]
+    rounds = [
+        GradientRound(
+            found[i],
+            unsent[i],
+            sums.messages(i),
+            _side_by_side((peer, rows.numel()) for peer, rows in came[i]),
+            _alike(returned[i]),
+            *adds[i],
         )
+        for i in range(len(steps))
+    ]
     unwritten = sums.unwritten(torch.arange(own.numel()))
     return GradientProgram(tuple(rounds), sums.rows, unwritten, schedule.gathers_all)
 
@@ -161,7 +195,7 @@ class _Sums:
         counts = [sum(rows.numel() for _, rows in messages) for messages in self._messages]
         starts = torch.tensor([self._own, *counts]).cumsum(0).tolist()
         self._starts, total = starts[:-1], starts[-1]
-        self._born = [2 * i for i in range(len(messages))]
+        self._born = list(range(len(messages)))
         self._round_of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
         self._counts = counts
         self._at = torch.arange(total)
@@ -175,24 +209,21 @@ class _Sums:
             self.place[rows] = torch.arange(at, at + rows.numel())
             at += rows.numel()
 
-    def note(self, event: int, targets: Sequence[Tensor]) -> None:
-        """Something is added to these numbers at an event.
-
-        What the work of round i finds is added at 2 * i, what is returned in it at 2 * i + 1.
-        """
+    def note(self, round_: int, targets: Sequence[Tensor]) -> None:
+        """Something is added to these numbers in a round, before its messages are sent."""
         for at in targets:
             assert not bool((at < 0).any()), "a gradient has nowhere to go"
             for j in self._round_of[at[at >= self._own] - self._own].unique().tolist():
-                self._born[j] = min(self._born[j], event)
+                self._born[j] = min(self._born[j], round_)
 
     def arrange(self) -> None:
         """Gives places to messages: from the first addition until the message has been sent."""
         order = sorted(range(len(self._counts)), key=lambda j: self._born[j])
-        last = 2 * len(self._counts) + 2
+        last = len(self._counts) + 1
         offsets, self.rows = arranged(
             [self._own, *(self._counts[j] for j in order)],
             [-1, *(self._born[j] for j in order)],
-            [last, *(2 * j + 1 for j in order)],
+            [last, *(j + 1 for j in order)],
         )
         first = dict(zip(order, offsets[1:], strict=True))
         for j, count in enumerate(self._counts):
@@ -207,6 +238,27 @@ class _Sums:
         clears = Places(0, 0) if writes else Places.of(self._at[target[new]])
         self._written[target] = True
         return Add(Places.of(source), Places.of(self._at[target]), writes, clears)
+
+    def returned(
+        self, targets: Sequence[Tensor], *, last: bool = False
+    ) -> tuple[tuple[Add, ...], RowSums | None]:
+        """Adds what peers have returned: to each number all that they have, in their order."""
+        if not targets:
+            return (), None
+        if _alike(targets):  # summed before
+            return (self.add(torch.arange(targets[0].numel()), targets[0]),), None
+        came, written = torch.cat(list(targets)), self._written.clone()
+        parts = tuple(self.add(source, at) for source, at in _parts(came))
+        numbers = torch.arange(self._own) if last else came.unique()
+        there = numbers[written[numbers]]
+        order = torch.argsort(torch.cat([there, came]), stable=True)
+        source = torch.cat([self._at[there], self.rows + torch.arange(came.numel())])[order]
+        counts = torch.bincount(torch.cat([there, came]), minlength=self._at.numel())[numbers]
+        whole = RowSums(source, _starts(counts), None if last else Places.of(self._at[numbers]))
+        if sum(part.launches for part in parts) <= whole.launches:
+            return parts, None
+        self._written[numbers] = True
+        return (), whole
 
     def unwritten(self, numbers: Tensor) -> Places:
         """Those of some numbers' places to which nothing was added."""
@@ -245,24 +297,20 @@ def _alike(targets: Sequence[Tensor]) -> int:
     return len(targets) if same and len(targets) > 1 else 0
 
 
-def _parts(targets: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _parts(came: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Rows of a piece, and where they go, in parts in which no target occurs twice.
 
     The first part has each target's first row, the next its second, and so on: every row is summed
     in the order of the messages, whatever order an addition takes its rows in.
     """
-    whole = torch.cat([*targets, torch.zeros(0, dtype=torch.int64)])
-    if whole.numel() == 0:
-        return []
-    order = torch.argsort(whole, stable=True)
-    ascending = whole[order]
-    opens = torch.ones(whole.numel(), dtype=torch.bool)
-    opens[1:] = ascending.diff() != 0
-    first = torch.cummax(torch.where(opens, torch.arange(whole.numel()), 0), 0).values
-    turn = torch.empty_like(whole)
-    turn[order] = torch.arange(whole.numel()) - first
-    found = []
-    for number in range(int(turn.max()) + 1):
-        rows = torch.nonzero(turn == number)[:, 0]
-        found.append((rows, whole[rows]))
-    return found
+    order = torch.argsort(came, stable=True)
+    counts = torch.unique_consecutive(came[order], return_counts=True)[1]
+    turn = torch.empty_like(came)
+    first = torch.repeat_interleave(_starts(counts)[:-1], counts)
+    turn[order] = torch.arange(came.numel()) - first
+    parts = (torch.nonzero(turn == i)[:, 0] for i in range(int(counts.max())))
+    return [(rows, came[rows]) for rows in parts]
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.flex import flex_forward
 from flexcp.kernels.interface import Kernel, allowed_pairs
 from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
@@ -33,6 +34,8 @@ class LocalAttention:
     score_mod: ScoreMod | None = None
     max_scores: bool = False
     """Whether each row's largest score is wanted: then it is the one extra."""
+    dropout: Dropout | None = None
+    """Of the weights."""
 
     name = "attention"
     replaces_inputs = False
@@ -53,6 +56,7 @@ class LocalAttention:
                 scale=self.scale,
                 score_mod=self.score_mod,
                 max_scores=self.max_scores,
+                dropout=self.dropout,
             )
             out, lse = found.out, found.lse
             if sinks is not None:
@@ -75,6 +79,7 @@ class LocalAttention:
                 scale=self.scale,
                 score_mod=self.score_mod,
                 grad_lse=grads.lse,
+                dropout=self.dropout,
             )
             grad_sinks = None
             if sinks is not None:
@@ -103,9 +108,11 @@ def local_attention(
     max_scores: bool,
     kernel: str | None,
     options: Mapping[str, Any],
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and, if wanted, the largest scores, by the kernel that suits the tensors best."""
     positions = None if score_mod is None else positions_of(mask, q.device)
+    dropout = _on_global_positions(dropout, mask, q.device)
     if kernel is None and options and mask is not None and q.device.type == "cuda":
         kernel = "flex"  # tuning options of torch's own kernels are for these
     choice = choose(
@@ -115,6 +122,7 @@ def local_attention(
         max_scores=max_scores,
         is_one_rectangle=mask is None,
         kernel=kernel,
+        dropout=dropout is not None,
     )
     if choice.kernel == "flex":
         if score_mod is not None and positions is not None:
@@ -137,11 +145,11 @@ def local_attention(
         score_mod = on_global_positions(score_mod, *positions)
     shapes = compiled_shapes_for(mask, q, k)
     if choice.kernel == "reference":
-        return _dense(shapes, q, k, v, score_mod, scale, sinks)
+        return _dense(shapes, q, k, v, score_mod, scale, sinks, dropout)
     mod = None
     if score_mod is not None:
         mod = examine(score_mod, accumulation_dtype(q.dtype), q.device)
-    op = LocalAttention(shapes, scale, choice.runs, mod, max_scores)
+    op = LocalAttention(shapes, scale, choice.runs, mod, max_scores, dropout)
     out, lse, *extras = differentiable(op, q, k, v, sinks)
     return out, lse, extras[0] if extras else None
 
@@ -155,6 +163,7 @@ def local_op(
     scale: float,
     max_scores: bool,
     kernel: str | None,
+    dropout: Dropout | None,
 ) -> LocalAttention:
     """The op of a call without a score function, as a compiled graph runs it."""
     # Not "flex": it would have to be compiled into the graph by itself.
@@ -165,10 +174,23 @@ def local_op(
         is_one_rectangle=mask is None,
         partial=True,
         kernel=kernel,
+        dropout=dropout is not None,
     )
     return LocalAttention(
-        compiled_shapes_for(mask, q, k), scale, choice.runs, max_scores=max_scores
+        compiled_shapes_for(mask, q, k),
+        scale,
+        choice.runs,
+        max_scores=max_scores,
+        dropout=_on_global_positions(dropout, mask, q.device),
     )
+
+
+def _on_global_positions(
+    dropout: Dropout | None, mask: MaskLike | None, device: torch.device
+) -> Dropout | None:
+    """Dropout by the positions that are noted with a BlockMask, if they are."""
+    positions = None if dropout is None else positions_of(mask, device)
+    return dropout if dropout is None else replace(dropout, positions=positions)
 
 
 def _dense(
@@ -179,6 +201,7 @@ def _dense(
     score_mod: ScoreFunction | None,
     scale: float,
     sinks: Tensor | None,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The oracle, with a matrix of all scores."""
     pairs = shapes.shapes
@@ -193,5 +216,6 @@ def _dense(
         scale=scale,
         q_positions=shapes.positions("q", q.device),
         kv_positions=shapes.positions("kv", q.device),
+        dropout=dropout,
     )
     return found.out, found.lse, found.max_scores

@@ -27,15 +27,18 @@ from flexcp.ops.places import Places, arranged, rows_of_spans
 from flexcp.schedule import Schedule
 from flexcp.schedule.tables import Step
 
+_NOT_ARRIVED = "a schedule uses rows that have not arrived"
+
 Direction = Literal["forward", "backward"]
+Held = Literal["own", "arriving", "staged"]
+"""Where rows are: a rank's own, those that arrive, or what is put side by side to be sent."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Rows to be read: places of the own rows, or of those that arrived."""
+    """Rows to be read: places of the own rows, of those that arrived, or of what was gathered."""
 
-    is_own: bool
-    """Whether they are places among the own rows."""
+    of: Held
     places: Places
 
 
@@ -59,6 +62,8 @@ class Round:
 
     receives: tuple[tuple[int, Places], ...]
     """From whom, and where to among the rows that arrive."""
+    gathers: tuple[Source, ...]
+    """What has to be put side by side to be sent, for all peers at once; one after the other."""
     sends: tuple[tuple[int, Source], ...]
     """To whom, and what."""
     gathers_all: bool
@@ -105,13 +110,7 @@ class RankProgram:
     @cached_property
     def staged_rows(self) -> int:
         """Room for rows that have to be gathered to be sent, of one round."""
-        return max(
-            (
-                sum(source.places.rows for _, source in r.sends if source.places.index is not None)
-                for r in self.rounds
-            ),
-            default=0,
-        )
+        return max((sum(x.places.rows for x in r.gathers) for r in self.rounds), default=0)
 
     @cached_property
     def gathered_rows(self) -> int:
@@ -135,10 +134,10 @@ class RankProgram:
 
 def _round_on(round_: Round, device: torch.device) -> Round:
     def moved(source: Source) -> Source:
-        return Source(source.is_own, source.places.on(device))
+        return Source(source.of, source.places.on(device))
 
-    sends = tuple((peer, moved(source)) for peer, source in round_.sends)
-    return replace(round_, sends=sends, keys=moved(round_.keys))
+    gathers = tuple(moved(source) for source in round_.gathers)
+    return replace(round_, gathers=gathers, keys=moved(round_.keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,12 +226,13 @@ class _Memory:
         self._receives = () if kept else [step.receives for step in steps]
         self._all = all_ and not kept
         self._keys, self._sends = [], []
+        finder = _RowFinder(buffers)
+        finder.know(len(buffers) if kept else 1)
         for i, step in enumerate(steps):
-            known = buffers if kept else buffers[: i + 2]
-            before = buffers if kept else buffers[: i + 1]
-            self._keys.append(_found(rows_of_spans(step.work), known))
             messages = () if all_ else step.sends
-            self._sends.append([(p, _found(rows_of_spans(s), before)) for p, s in messages])
+            self._sends.append([(p, finder.find(rows_of_spans(s))) for p, s in messages])
+            finder.know(i + 2)
+            self._keys.append(finder.find(rows_of_spans(step.work)))
         self.own_arrive = any(
             bool((held[0] == 0).any()) and bool((held[0] > 0).any()) for held in self._used()
         )
@@ -258,10 +258,12 @@ class _Memory:
 
     def transfers(
         self, i: int
-    ) -> tuple[tuple[tuple[int, Places], ...], tuple[tuple[int, Source], ...], bool]:
-        """What round i receives, sends, and whether it is an all-gather instead."""
+    ) -> tuple[
+        tuple[tuple[int, Places], ...], tuple[Source, ...], tuple[tuple[int, Source], ...], bool
+    ]:
+        """What round i receives, gathers, sends, and whether it is an all-gather instead."""
         if self._all:
-            return (), (), True
+            return (), (), (), True
         receives = []
         at = int(self._offsets[i + 1]) if self._receives else 0
         for peer, spans in self._receives[i] if self._receives else ():
@@ -269,8 +271,8 @@ class _Memory:
             if rows:
                 receives.append((peer, Places(at, rows)))
             at += rows
-        sends = ((peer, self._source(held)) for peer, held in self._sends[i])
-        return tuple(receives), tuple((p, s) for p, s in sends if s.places.rows), False
+        sends = [(peer, self._source(held)) for peer, held in self._sends[i]]
+        return tuple(receives), *_staged([(p, s) for p, s in sends if s.places.rows]), False
 
     def keys(self, i: int) -> Source:
         """What round i computes against."""
@@ -279,7 +281,27 @@ class _Memory:
     def _source(self, held: tuple[Tensor, Tensor]) -> Source:
         buffer, row = held
         is_own = not self.own_arrive and not bool((buffer > 0).any())
-        return Source(is_own, Places.of(row if is_own else self._offsets[buffer] + row))
+        at = row if is_own else self._offsets[buffer] + row
+        return Source("own" if is_own else "arriving", Places.of(at))
+
+
+def _staged(
+    sends: Sequence[tuple[int, Source]],
+) -> tuple[tuple[Source, ...], tuple[tuple[int, Source], ...]]:
+    """What is gathered, by one operation per tensor; and what is sent once it is."""
+    gathers, staged, at = [], dict(sends), 0
+    for of in ("own", "arriving"):
+        indices = []
+        for peer, source in sends:
+            index = source.places.index
+            if source.of == of and index is not None:
+                staged[peer] = Source("staged", Places(at, index.numel()))
+                indices.append(index)
+                at += index.numel()
+        if indices:
+            index = torch.cat(indices)
+            gathers.append(Source(of, Places(0, index.numel(), index)))
+    return tuple(gathers), tuple(staged.items())
 
 
 def _gathered_from_all(schedule: Schedule) -> Tensor:
@@ -291,19 +313,29 @@ def _gathered_from_all(schedule: Schedule) -> Tensor:
     return found.flatten()
 
 
-def _found(rows: Tensor, buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """int64 [n] Where each row is, in the latest buffer that holds it: which one, and its row."""
-    buffer, row = torch.full_like(rows, -1), torch.zeros_like(rows)
-    for number in reversed(range(len(buffers))):
-        held, order = torch.sort(buffers[number])
-        if held.numel() == 0:
-            continue
-        at = torch.searchsorted(held, rows).clamp(max=held.numel() - 1)
-        new = (held[at] == rows) & (buffer < 0)
-        buffer[new] = number
-        row[new] = order[at[new]]
-    assert not bool((buffer < 0).any()), "a schedule uses rows that have not arrived"
-    return buffer, row
+class _RowFinder:
+    """Where each row is: in the latest buffer that holds it, of those that are known so far."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers, self._known = buffers, 0
+        rows = max((int(x.max()) + 1 for x in buffers if x.numel()), default=0)
+        self._buffer, self._row = torch.full((rows,), -1), torch.zeros(rows, dtype=torch.int64)
+
+    def know(self, count: int) -> None:
+        """The first `count` buffers are known from now on."""
+        for number in range(self._known, min(count, len(self._buffers))):
+            rows = self._buffers[number]
+            held = (rows >= 0).nonzero()[:, 0]  # not padding
+            self._buffer[rows[held]] = number
+            self._row[rows[held]] = held
+        self._known = max(self._known, count)
+
+    def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [n] Which buffer each row is in, and where there."""
+        assert rows.numel() == 0 or int(rows.max()) < self._buffer.numel(), _NOT_ARRIVED
+        buffer = self._buffer[rows]
+        assert not bool((buffer < 0).any()), _NOT_ARRIVED
+        return buffer, self._row[rows]
 
 
 def _rows_of_messages(messages: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Tensor:

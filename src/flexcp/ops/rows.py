@@ -62,12 +62,6 @@ class RowKind:
         both = rows.permute(1, 0, 2)[None] if self.by_element else rows.permute(1, 2, 0, 3)
         return both[..., : self.d], both[..., self.d :]
 
-    def pair_from_kernel(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of `for_kernel`'s results with their rows first: [n, ..., D], [n, ..., Dv]."""
-        if self.by_element:
-            return k[0].transpose(0, 1), v[0].transpose(0, 1)
-        return k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
-
     def as_tokens(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """K [B, G, L, D] and V [B, G, L, Dv] of all own rows, as views."""
         if self.by_element:
@@ -107,34 +101,32 @@ def bound_rounds(
     gathered: Tensor,
 ) -> tuple[BoundRound, ...]:
     """The rounds of a program on some memory."""
+    tensors = {"own": own, "arriving": arriving, "staged": staged}
 
     def bound(round_: Round) -> BoundRound:
-        def tensor_of(source: Source) -> Tensor:
-            return own if source.is_own else arriving
+        def rows_from(source: Source) -> Tensor:
+            """Rows that stand side by side."""
+            return rows_of(tensors[source.of], source.places.first, source.places.rows)
 
-        gathers, sends, at = [], [], 0
-        for peer, source in round_.sends:
+        gathers, at = [], 0
+        for source in round_.gathers:
             places = source.places
-            if places.index is None:
-                part = rows_of(tensor_of(source), places.first, places.rows)
-            else:
-                part = rows_of(staged, at, places.rows)
-                gathers.append((tensor_of(source), places.index, part))
-                at += places.rows
-            sends.append((peer, part))
+            assert places.index is not None
+            gathers.append((tensors[source.of], places.index, rows_of(staged, at, places.rows)))
+            at += places.rows
         places = round_.keys.places
         key_gather = None
         if places.index is None:
-            keys = rows_of(tensor_of(round_.keys), places.first, places.rows)
+            keys = rows_from(round_.keys)
         else:
             keys = rows_of(gathered, 0, places.rows)
-            key_gather = (tensor_of(round_.keys), places.index, keys)
+            key_gather = (tensors[round_.keys.of], places.index, keys)
         work = (
             (w.b, *kind.for_kernel(rows_of(keys, w.first, w.rows)), w.shapes) for w in round_.work
         )
         return BoundRound(
             tuple(gathers),
-            tuple(sends),
+            tuple((p, rows_from(source)) for p, source in round_.sends),
             tuple((p, rows_of(arriving, x.first, x.rows)) for p, x in round_.receives),
             (arriving.view(-1, *own.shape), own) if round_.gathers_all else None,
             key_gather if round_.work else None,

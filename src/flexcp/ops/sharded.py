@@ -12,11 +12,13 @@ from torch import Tensor
 from flexcp.comm import CallLabel, PassLabel, Transport
 from flexcp.comm.agreement import Agreement
 from flexcp.errors import FlexCPError
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
 from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
 from flexcp.ops.agreement import CallKind
 from flexcp.ops.arguments import needs_gradients
+from flexcp.ops.dropout import drawn_seed
 from flexcp.ops.executor import RoundKernel, run_backward, run_forward
 from flexcp.ops.interface import Gradients, OutputGradients, Saved
 from flexcp.ops.program import RankPrograms
@@ -42,20 +44,38 @@ class ShardedAttention:
     programs: RankPrograms
     swap: Swap | None
     kernel: RoundKernel
+    dropout_p: float = 0.0
+    """The share of weights that are dropped; each call has a seed."""
+    first_head: int = 0
+    """The global number of the first query head that the kernel gets."""
 
     @property
     def keeps_kv(self) -> bool:
         """Whether backward uses the K and V that forward received."""
         return self.programs.schedule.keeps_kv
 
-    def begin(self) -> ShardedCall:
-        """The next call of this kind, once all ranks are known to make it."""
-        return ShardedCall(self, self.transport.calls.begin(self.agreement))
+    def begin(self, seed: int | None = None) -> ShardedCall:
+        """The next call of this kind, once all ranks are known to make it.
+
+        `seed` is that of its dropout; None draws one if there is any.
+        """
+        calls = self.transport.calls
+        if not self.dropout_p:
+            return ShardedCall(self, calls.begin(self.agreement))
+        draw = drawn_seed if seed is None else None
+        return ShardedCall(self, calls.begin(self.agreement, dropout_seed=seed, draw_seed=draw))
 
     def again(self, label: Tensor) -> ShardedCall:
         """A call that began before, for one more backward pass; `label` is what `pack` made."""
         known = CallLabel.of_tensor(self.agreement.step, label)
         return ShardedCall(self, known, self.transport.calls.next_backward(known))
+
+    def kernel_of(self, call: CallLabel) -> RoundKernel:
+        """The kernel, with the dropout of a call."""
+        if call.dropout_seed is None:
+            return self.kernel
+        dropout = Dropout(self.dropout_p, call.dropout_seed, first_head=self.first_head)
+        return replace(self.kernel, dropout=dropout)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, labels: PassLabel
@@ -70,7 +90,11 @@ class ShardedAttention:
             kernel_inputs = (moving_q.wait(), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
         with torch.autocast(q.device.type, enabled=False):
             part, part_lse, kept = run_forward(
-                self.programs.forward, self.transport, self.kernel, *kernel_inputs, labels
+                self.programs.forward,
+                self.transport,
+                self.kernel_of(labels.call),
+                *kernel_inputs,
+                labels,
             )
         extras = () if kept is None else (kept,)
         if swap is None:
@@ -109,11 +133,12 @@ class ShardedAttention:
             grad_q, grad_k, grad_v, captured = run_backward(
                 self.programs.backward,
                 self.transport,
-                self.kernel,
+                self.kernel_of(labels.call),
                 saved,
                 grads,
                 kept[0] if self.keeps_kv else None,
                 labels,
+                kv_dtype=dtype if swap is None else None,
             )
         if swap is not None:
             both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1)).to(dtype)
@@ -205,11 +230,14 @@ def sharded_op(
     gradients: bool | None = None,
     traced: bool = False,
     kernel: str | None = None,
+    dropout_p: float = 0.0,
+    first_head: int = 0,
 ) -> ShardedAttention:
     """The op of a call, if the plan fits the tensors; calls of one kind share it.
 
     `gradients` says whether a backward pass will follow; None asks the tensors. `traced` says that
-    a score function is part of a compiled graph. `kernel` asks for a kernel by name.
+    a score function is part of a compiled graph. `kernel` asks for a kernel by name. `first_head`
+    is the global number of the first head, where dropout or an agreement has to know it.
     """
     b, h, rows, d = q.shape
     kind = CallKind(
@@ -222,6 +250,8 @@ def sharded_op(
         sinks is not None,
         needs_gradients(q, k, v, sinks) if gradients is None else gradients,
         kernel,
+        dropout_p,
+        first_head if dropout_p else 0,
     )
     if score_mod is not None:
         return _make_op(plan, kind, q, k, v, score_mod)
@@ -260,19 +290,32 @@ def _make_op(
         )
         if mods[0] is not None and needs_gradients(*mods[0].captured):
             kind = replace(kind, gradients=True)
-    choice = choose(q, v, score_mod=score_mod is not None, partial=True, kernel=kind.kernel)
+    choice = choose(
+        q,
+        v,
+        score_mod=score_mod is not None,
+        partial=True,
+        kernel=kind.kernel,
+        dropout=kind.dropout_p > 0,
+    )
     factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
     # The op of a kind is kept with the plan, so it must not hold the plan.
     return ShardedAttention(
         kind.agreement(plan, content),
         transport,
-        plan.memo.kept(
-            ("programs", mask),
-            lambda: RankPrograms(schedule, plan.grids[mask], transport.rank),
-            per_mask=True,
-        ),
+        programs_of(plan, mask),
         swap,
         RoundKernel(factor, choice.runs, mods),
+        kind.dropout_p,
+        kind.first_head + first_head,
+    )
+
+
+def programs_of(plan: Plan, mask: str) -> RankPrograms:
+    """What this rank does under a mask of the plan, in both passes: found once per plan."""
+    schedule, grid, rank = plan.schedules[mask], plan.grids[mask], plan.transport.rank
+    return plan.memo.kept(
+        ("programs", mask), lambda: RankPrograms(schedule, grid, rank), per_mask=True
     )
 
 

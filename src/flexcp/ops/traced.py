@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.head_groups import HeadGroup, select
 from flexcp.kernels.interface import Plane
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.program import forbidden_columns
 from flexcp.kernels.score import ScoreFunction
+from flexcp.ops.dropout import traced_kept
 from flexcp.ops.fetch import fetch_of, fetch_rows
 from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 from flexcp.ops.positions import in_translation, looking_up, positions_of
@@ -112,6 +114,8 @@ def traced_local_attention(
     score_mod: ScoreFunction,
     scale: float,
     sinks: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and the largest scores of one device, in operations that a compiler can see."""
     positions = positions_of(mask, q.device)
@@ -120,8 +124,9 @@ def traced_local_attention(
     id(mask)  # makes dynamo guard on which object it is
     _mark_static(q, k, v)
     work = _local_work(mask, *q.shape[:3], *k.shape[1:3])
+    dropout = Dropout(dropout_p, seed, positions=positions) if seed is not None else None
     found: tuple[Tensor, Tensor, Tensor] = in_translation(
-        positions, _attend_to, q, k, v, work, score_mod, scale, sinks, None
+        positions, _attend_to, q, k, v, work, score_mod, scale, sinks, None, dropout
     )
     return found
 
@@ -136,6 +141,9 @@ def traced_sharded_attention(
     scale: float | None,
     sinks: Tensor | None,
     gradients: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse over a plan, in one op that fetches and operations that a compiler can see."""
     name = plan.mask_name(mask)
@@ -147,10 +155,12 @@ def traced_sharded_attention(
     by_element = plan.layout.batch_elements > 1
     given = None if sinks is None else sinks.detach()
     fetched, _ = fetch_rows(
-        q.detach(), k, v, handle, name, scale, given, gradients, by_element, rows
-    )
+        q.detach(), k, v, handle, name, scale, given, gradients, by_element, rows, dropout_p, seed,
+        first_head,
+    )  # fmt: skip
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out, lse, _ = _attend_to(q, k, v, work, score_mod, factor, sinks, fetched)
+    dropout = Dropout(dropout_p, seed, first_head=first_head) if seed is not None else None
+    out, lse, _ = _attend_to(q, k, v, work, score_mod, factor, sinks, fetched, dropout)
     return out, lse
 
 
@@ -169,6 +179,7 @@ def _attend_to(
     scale: float,
     sinks: Tensor | None,
     fetched: Tensor | None,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and the largest scores.
 
@@ -182,7 +193,7 @@ def _attend_to(
         keys = (k, v) if fetched is None else (fetched[..., :d], fetched[..., d:])
         if not work:
             return _fully_masked_rows(q, v, sinks)
-        return _run_work(work[0], q, *keys, score_mod, scale, sinks)
+        return _run_work(work[0], q, *keys, score_mod, scale, sinks, dropout)
     by_number = {each.b: each for each in work}
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for b in range(q.shape[0]):
@@ -193,7 +204,9 @@ def _attend_to(
         picked = fetched[torch.tensor(each.keys, device=fetched.device)]
         rows = picked.permute(1, 0, 2)[None]
         mod = shifted(score_mod, b, 0)
-        parts.append(_run_work(each, own, rows[..., :d], rows[..., d:], mod, scale, sinks))
+        keys = (rows[..., :d], rows[..., d:])
+        drops = None if dropout is None else dropout.of_element(b)
+        parts.append(_run_work(each, own, *keys, mod, scale, sinks, drops))
     out, lse, highest = (torch.cat(found) for found in zip(*parts, strict=True))
     return out, lse, highest
 
@@ -234,10 +247,11 @@ def _run_work(
     score_mod: ScoreFunction,
     scale: float,
     sinks: Tensor | None,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and the largest scores of queries against all keys that the work speaks of."""
     groups = [
-        _run_head_group(work, group, query, key, value, score_mod, scale, sinks)
+        _run_head_group(work, group, query, key, value, score_mod, scale, sinks, dropout)
         for group in work.head_groups
     ]
     heads = query.shape[1]
@@ -270,6 +284,7 @@ def _run_head_group(
     score_mod: ScoreFunction,
     scale: float,
     sinks: Tensor | None,
+    dropout: Dropout | None,
 ) -> list[Tensor]:
     dtype, device = accumulation_dtype(query.dtype), query.device
     b = torch.tensor(heads.batch_elements, device=device)
@@ -289,7 +304,20 @@ def _run_head_group(
         for c0, c1, pairs in block.edges:
             edge = scores[..., c0:c1].masked_fill(pairs.to(device), -torch.inf)
             scores = torch.cat([scores[..., :c0], edge, scores[..., c1:]], dim=-1)
-        return _attend(scores, v, sink)
+        kept = None
+        if dropout is not None:
+            if dropout.positions is not None:
+                q_pos, kv_pos = (
+                    x[..., start:stop] if x.dim() == 1 else x[b, None, start:stop]
+                    for x, start, stop in zip(
+                        dropout.positions, (block.q0, block.k0), (block.q1, block.k1), strict=True
+                    )
+                )
+            kept = traced_kept(
+                dropout, b[:, None, None, None], h[:, None, None], q_pos[..., None],
+                kv_pos[..., None, :],
+            )  # fmt: skip
+        return _attend(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
 
     parts: list[list[Tensor]] = []
     done = 0
@@ -309,8 +337,13 @@ def _run_head_group(
     return [torch.cat(found, dim=2) for found in zip(*parts, strict=True)]
 
 
-def _attend(scores: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
-    """out, lse and largest score of rows whose scores are known; -inf marks forbidden pairs."""
+def _attend(
+    scores: Tensor, v: Tensor, sink: Tensor | None, kept: Tensor | None, factor: float
+) -> list[Tensor]:
+    """out, lse and largest score of rows whose scores are known; -inf marks forbidden pairs.
+
+    `kept` says which weights are not dropped, and are multiplied with `factor`.
+    """
     highest = scores.detach().amax(-1)
     logits = scores
     if sink is not None:
@@ -320,6 +353,8 @@ def _attend(scores: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
     safe = logits.masked_fill(hidden, 0.0)
     lse = torch.logsumexp(safe, dim=-1, keepdim=True)
     weights = (safe - lse).exp().masked_fill(hidden, 0.0)[..., : scores.shape[-1]]
+    if kept is not None:
+        weights = torch.where(kept, weights * factor, 0.0)
     return [weights @ v, lse.masked_fill(hidden, -torch.inf).squeeze(-1), highest]
 
 

@@ -13,6 +13,9 @@ from flexcp.graph_handles import constant_handle, owner_of
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.api import attention, flex_attention
 from flexcp.ops.arguments import (
+    Seed,
+    as_dropout_p,
+    as_dropout_seed,
     as_scale,
     autocast,
     check_flags,
@@ -22,6 +25,7 @@ from flexcp.ops.arguments import (
     overridable,
 )
 from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention
+from flexcp.ops.dropout import traced_seed
 from flexcp.ops.packed_masks import PackedLengths, Window, packed_mask_handle
 from flexcp.ops.sharded import tell_ranks_on_error
 from flexcp.plan import Plan
@@ -44,6 +48,8 @@ def varlen_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention within each of several sequences that are packed one after the other.
 
@@ -69,6 +75,9 @@ def varlen_attention(
         sinks: [H] logits that join each row's denominator.
         return_lse: Whether to return lse [H, T] as well; gradients flow through it.
         kernel: One of `flexcp.kernels.KERNELS` by name; the best for the tensors by default.
+        dropout_p: Share of the weights that are dropped, in [0, 1).
+        dropout_seed: Which are dropped is a function of it and of positions in the pack; from
+            torch's default generator if it is None.
 
     >>> q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
     >>> out = varlen_attention(q, k, v, torch.tensor([0, 2, 5]), causal=True)
@@ -85,7 +94,7 @@ def varlen_attention(
     return packed_attention(
         q, k, v, lengths, window, plan,
         mask=mask, score_mod=score_mod, scale=scale, sinks=sinks, return_lse=return_lse,
-        kernel=kernel,
+        kernel=kernel, dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
 
 
@@ -103,6 +112,8 @@ def packed_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`varlen_attention`, once it is known what is packed where."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -128,19 +139,22 @@ def packed_attention(
                 "make the mask or the plan outside, with masks.document(cu_seqlens=...), and call "
                 "flex_attention or attention",
             )
-        found: Any = _compiled(q, k, v, lengths, window, plan, mask, scale, sinks, kernel)
+        found: Any = _compiled(
+            q, k, v, lengths, window, plan, mask, scale, sinks, kernel, dropout_p, dropout_seed
+        )
     elif plan is not None:
         with tell_ranks_on_error(plan):
             _require_planned(plan, plan.mask_name(mask), lengths, window)
         found = attention(
             q, k, v, plan, mask=mask, score_mod=score_mod, scale=scale, sinks=sinks,
-            return_lse=True, kernel=kernel,
+            return_lse=True, kernel=kernel, dropout_p=dropout_p, dropout_seed=dropout_seed,
         )  # fmt: skip
     else:
         found = flex_attention(
             q, k, v, score_mod, lengths.mask(q.shape[2], k.shape[2], window), scale,
             enable_gqa=True, return_lse=True, sinks=sinks,
             kernel_options=None if kernel is None else {"kernel": kernel},
+            dropout_p=dropout_p, dropout_seed=dropout_seed,
         )  # fmt: skip
     out, lse = found[0].squeeze(0).transpose(0, 1), found[1].squeeze(0)
     return (out, lse) if return_lse else out
@@ -157,6 +171,8 @@ def _compiled(
     scale: float | None,
     sinks: Tensor | None,
     kernel: str | None,
+    dropout_p: float,
+    dropout_seed: Seed | None,
 ) -> tuple[Tensor, Tensor]:
     """As part of a compiled graph, which reads the cumulative lengths when it runs."""
     q, k, v = autocast(q, k, v)
@@ -164,6 +180,8 @@ def _compiled(
     if sinks is not None:
         check_sinks(sinks, q)
     factor = as_scale(scale)
+    p, given = as_dropout_p(dropout_p), as_dropout_seed(dropout_seed)
+    seed = traced_seed(given) if p > 0 else None
     if plan is not None:
         name = plan.mask_name(mask)
         handle = _planned_handle(
@@ -171,14 +189,14 @@ def _compiled(
         )
         gradients = needs_gradients(q, k, v, sinks)
         return compiled_sharded_attention(
-            q, k, v, plan, name, factor, sinks, gradients, kernel, handle=handle
+            q, k, v, plan, name, factor, sinks, gradients, kernel, p, seed, 0, handle=handle
         )
     handle = packed_mask_handle(
         lengths.cu_seqlens, lengths.cu_seqlens_k, lengths.used_k, q.shape[2], k.shape[2],
         window.left, window.right, lengths.allows_padding,
     )  # fmt: skip
     factor = q.shape[-1] ** -0.5 if factor is None else factor
-    out, lse, _ = compiled_local_attention(q, k, v, handle, factor, sinks, False, kernel)
+    out, lse, _ = compiled_local_attention(q, k, v, handle, factor, sinks, False, kernel, p, seed)
     return out, lse
 
 

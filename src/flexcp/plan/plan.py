@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -103,6 +103,29 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """The plan itself: a copied module goes on with the mesh of the original."""
         return self
+
+    def on(self, mesh: Any) -> Plan:
+        """This plan, to be run on a mesh: if it was pickled, or made for a number of ranks.
+
+        Args:
+            mesh: A DeviceMesh, or the mesh that `testing.simulate` gives, of as many ranks as were
+                planned for.
+
+        >>> import flexcp
+        >>> plan = flexcp.make_plan(flexcp.masks.causal(), 8, 2, layout="head_tail")
+        >>> flexcp.testing.simulate(lambda mesh: plan.on(mesh).positions().tolist(), 2)
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+        """
+        if mesh is self.ranks.mesh and mesh is not None:
+            return self
+        ranks = Ranks.of(mesh)
+        if ranks.size != self.ranks.size:
+            raise FlexCPError(
+                f"a mesh of {self.ranks.size} ranks, as was planned for",
+                f"one of {ranks.size}",
+                "make the plan for the number of ranks that it will run on",
+            )
+        return replace(self, ranks=ranks.connected())
 
     @property
     def seq_len(self) -> int:
@@ -212,8 +235,8 @@ class Plan:
                 "a plan that was made with a mesh",
                 f"one for {self.ranks.size} ranks that was "
                 + (pickled if self.ranks.pickled else numbers),
-                "call flexcp.make_plan with a DeviceMesh, or with the mesh that testing.simulate "
-                "gives",
+                "call flexcp.make_plan, or plan.on, with a DeviceMesh or with the mesh that "
+                "testing.simulate gives",
             )
 
     def _rank(self, rank: int | None) -> int:
@@ -225,7 +248,7 @@ class Plan:
             raise FlexCPError(
                 f"a rank, since the plan was {pickled if self.ranks.pickled else numbers}",
                 "none",
-                "pass rank=, or make the plan with a mesh",
+                "pass rank=, make the plan with a mesh, or put it on one: plan.on(mesh)",
             )
         return self.ranks.rank
 

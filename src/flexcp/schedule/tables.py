@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flexcp.layout import Layout
+from flexcp.packing import reduce_packed
 from flexcp.schedule.heads import HeadSlice
 
 _MOST_PADDING = 2
@@ -70,6 +71,9 @@ class Transfers:
         first = [c[opens] for c in columns]
         return cls(first[0], first[1], first[2], first[3], columns[4][closes])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_packed(self)
+
     def __len__(self) -> int:
         return self.round.numel()
 
@@ -114,6 +118,9 @@ class Tasks:
         order = torch.argsort(round_, stable=True)
         rest = (torch.cat([getattr(t, n) for t in tables]) for n in ("rank", "start", "stop"))
         return cls(round_[order], *(x[order] for x in rest))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduce_packed(self)
 
     def __len__(self) -> int:
         return self.round.numel()

@@ -157,7 +157,8 @@ def _fork(fn: Callable[[Any], Any], world: _World, ranks: list[_RankProcess]) ->
     context = multiprocessing.get_context("fork")
     for rank in range(prod(world.shape)):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(fn, rank, world, theirs), daemon=True)
+        # Not daemonic: ranks may have processes of their own, such as a DataLoader's workers.
+        process = context.Process(target=_run, args=(fn, rank, world, theirs), daemon=False)
         with warnings.catch_warnings():  # Python's, about forks beside other threads: see above
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()

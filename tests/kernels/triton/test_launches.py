@@ -2,6 +2,8 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexcp
 from flexcp import Mask, masks
+from flexcp.comm.simulated import SimulatedTransport, _SimulatedReceives
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.interface import causal_shapes
 from flexcp.kernels.triton.kernel import TritonKernel
@@ -17,53 +20,107 @@ from flexcp.kernels.triton.launch import Launch
 from flexcp.kernels.triton.tuning import INTERPRETER
 from flexcp.testing import simulate
 
-RANKS, LENGTH = 8, 8192
+RANKS, LENGTH = 8, 1 << 17
+MOST_LAUNCHES = {"forward": 4, "backward": 8}
+"""In a round: rows are gathered, a kernel runs; in backward, gradients are cast and summed too."""
+MOST_OPERATIONS = 150
+"""Of a whole call, forward and backward: all that torch is asked for, copies of messages too."""
+STARTS_NOTHING = {"permute", "slice", "view", "detach", "empty", "split_with_sizes", "unsqueeze"}
+DOCUMENTS = [9000, 3000, 40000, 1000, 17, 20000, 983, 30000, 27072]
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked for in one thread."""
+    """Counts what torch is asked for in one thread, and what the transport asks for apart."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.of_transport = 0
+        self.in_transport = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func._schema.name.split("::")[1]] += 1
+        if self.in_transport:
+            self.of_transport += 1
+        else:
+            self.counts[func._schema.name.split("::")[1]] += 1
         return func(*args, **(kwargs or {}))
+
+    @property
+    def launches(self) -> int:
+        return sum(n for name, n in self.counts.items() if name not in STARTS_NOTHING)
+
+
+class Counted:
+    """Operations of each rank's pass, as it runs in its thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._of: dict[int, Operations] = {}
+        monkeypatch.setattr(Launch, "run", lambda launch, _: self._note(launch.kernel))
+        for owner, name in ((SimulatedTransport, "exchange"), (_SimulatedReceives, "wait")):
+            monkeypatch.setattr(owner, name, self._apart(getattr(owner, name)))
+
+    def _note(self, kernel: str) -> None:
+        found = self._of.get(threading.get_ident())
+        if found is not None:
+            found.counts[kernel] += 1
+
+    def _apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def transported(*args: Any, **kwargs: Any) -> Any:
+            found = self._of.get(threading.get_ident(), Operations())
+            found.in_transport = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                found.in_transport = False
+
+        return transported
+
+    @contextmanager
+    def counting(self) -> Iterator[Operations]:
+        with Operations() as found:
+            self._of[threading.get_ident()] = found
+            yield found
+        del self._of[threading.get_ident()]
 
 
 @pytest.mark.parametrize(
-    "mask",
+    ("mask", "batch"),
     [
-        masks.causal(),
-        masks.causal() & masks.document(lengths=[LENGTH // 16] * 16),
-        masks.sliding_window(LENGTH // 32),
+        (masks.causal(), 1),  # little to move: all at once
+        (masks.causal(), 8),  # in many rounds
+        (masks.causal() & masks.document(lengths=DOCUMENTS), 1),
+        (masks.sliding_window(LENGTH // 32), 1),
     ],
-    ids=["causal", "documents", "window"],
+    ids=["causal at once", "causal in rounds", "documents", "window"],
 )
-def test_a_round_is_one_launch_forward_and_two_backward(
-    mask: Mask, monkeypatch: pytest.MonkeyPatch
+def test_a_call_over_ranks_launches_little(
+    mask: Mask, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: dict[int, list[str]] = {}
+    counted = Counted(monkeypatch)
 
-    def note(launch: Launch, function: object) -> None:
-        launched.setdefault(threading.get_ident(), []).append(launch.kernel)
-
-    monkeypatch.setattr(Launch, "run", note)
-
-    def rank(mesh: Any) -> tuple[int, Counter[str], Counter[str]]:
-        plan = flexcp.make_plan(mask, LENGTH, mesh, num_heads=4, num_kv_heads=2, head_dim=16)
-        rows = plan.positions().numel()
-        own = [torch.zeros(1, h, rows, 16, requires_grad=True) for h in (4, 2, 2)]
-        out = flexcp.attention(*own, plan, kernel="triton")
-        forward = Counter(launched.pop(threading.get_ident()))
-        torch.autograd.grad(out, own, torch.zeros_like(out))
-        return plan.schedule_of().forward.rounds, forward, Counter(launched[threading.get_ident()])
+    def rank(mesh: Any) -> tuple[int, Operations, Operations]:
+        plan = flexcp.make_plan(
+            mask, LENGTH, mesh, num_heads=2, num_kv_heads=1, head_dim=16, batch=batch
+        )
+        rows, dtype = plan.positions().numel(), torch.bfloat16
+        own = [torch.zeros(batch, h, rows, 16, dtype=dtype).requires_grad_() for h in (2, 1, 1)]
+        for _ in range(2):  # the second call finds everything made
+            with counted.counting() as forward:
+                out = flexcp.attention(*own, plan, kernel="triton")
+            gradient = torch.zeros_like(out)
+            with counted.counting() as backward:
+                torch.autograd.grad(out, own, gradient)
+        return plan.schedule_of().forward.rounds, forward, backward
 
     for rounds, forward, backward in simulate(rank, RANKS):
-        assert forward["forward"] <= rounds
-        assert forward == {"forward": forward["forward"]}
-        assert backward == {"prep": 1, "dq": forward["forward"], "dkdv": forward["forward"]}
+        kernels = forward.counts["forward"]
+        assert kernels <= rounds
+        assert [backward.counts[name] for name in ("prep", "dq", "dkdv")] == [1, kernels, kernels]
+        of_result = {"forward": 1, "backward": 2}  # what is returned is cast once, at the end
+        for name, found in (("forward", forward), ("backward", backward)):
+            assert found.launches <= MOST_LAUNCHES[name] * rounds + of_result[name], found.counts
+        total = [sum(x.counts.values()) + x.of_transport for x in (forward, backward)]
+        assert sum(total) <= MOST_OPERATIONS, (forward.counts, backward.counts)
 
 
 def test_a_later_round_asks_torch_for_nothing_but_its_launches(

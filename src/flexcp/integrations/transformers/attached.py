@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
+from flexcp.ahead import plan_ahead
 from flexcp.batch import positions_within
 from flexcp.comm.summing import sum_in_place
 from flexcp.errors import FlexCPError
@@ -27,18 +27,16 @@ from flexcp.integrations.transformers.batch import (
     shape_of,
     shifted_labels,
 )
-from flexcp.integrations.transformers.global_masks import MaskKind, TokenFacts, global_masks
+from flexcp.integrations.transformers.global_masks import TokenFacts
 from flexcp.integrations.transformers.model_source_probes import counts_from_zero, infers_documents
+from flexcp.integrations.transformers.planning import BatchPlan, BatchPlans
 from flexcp.integrations.transformers.rope import rotary_modules, tell_the_last_position
 from flexcp.layout import Layout
 from flexcp.ops.arguments import check_gradients
-from flexcp.plan import Machine, Plan, Ranks, make_plan
+from flexcp.plan import Machine, Plan, Ranks
 
 SHARDING = "flexcp_sharding"
 """The name under which a sharding travels in a batch."""
-
-_KEPT_PLANS = 16
-"""Plans kept for batches whose masks come again."""
 
 
 @dataclass(eq=False)
@@ -59,9 +57,7 @@ class Attached:
     """How to plan: what `flexcp.make_plan` takes."""
     plan: Plan | None = None
     """The plan of the last batch that was sharded."""
-    _plans: OrderedDict[object, tuple[Plan, dict[MaskKind, str]]] = field(
-        default_factory=OrderedDict
-    )
+    _plans: BatchPlans = field(default_factory=BatchPlans)
     _undo: list[RemovableHandle] = field(default_factory=list)
     _needs_last_position: bool = False
     _previous: str | None = None
@@ -98,7 +94,7 @@ class Attached:
         Returns:
             The arguments for the model.
         """
-        unsupported.check_batch(batch, self.model)
+        facts = self._facts(batch, documents)
         if batch.get("labels") is not None or batch.get("shift_labels") is not None:
             unsupported.check_labels(self.model)
         shape = shape_of(batch)
@@ -107,13 +103,8 @@ class Attached:
         infers = infers_documents(unsupported.decoder_of(self.model))
         if not infers and ids is None:
             self._warn_of_unseen_documents(batch, shape)
-        facts = TokenFacts.of(
-            shape,
-            batch.get("attention_mask"),
-            batch.get("position_ids") if infers else None,
-            ids,
-        )
-        plan, names = self._plan(facts)
+        found = self._plan(facts)
+        plan = found.plan
         borders = None
         if not score_across_documents:
             borders = facts.documents if facts.packed is None else facts.packed
@@ -122,9 +113,29 @@ class Attached:
         local = local_part(batch, plan, shape, positions, labels, parts)
         last = int(positions.max()) if self._needs_last_position else None
         jumps = infers and find_packed_sequence_indices(local["position_ids"]) is not None
-        local[SHARDING] = Sharding(plan, names, last, jumps)
+        local[SHARDING] = Sharding(plan, found.names, last, jumps)
         self.plan = plan
         return local
+
+    def shard_ahead(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        *,
+        ahead: int = 1,
+        score_across_documents: bool = True,
+    ) -> Iterator[dict[str, Any]]:
+        """This rank's part of each batch, as `shard` gives it, planned while the steps before run.
+
+        A thread makes the plans, as in `flexcp.plan_ahead`: for `ahead` batches beyond the one that
+        the loop is at. Batches name their documents themselves.
+        """
+        Ranks.of(self.mesh).connected()  # what a mesh needs first, ranks make together: here
+
+        def plan_of(batch: Mapping[str, Any]) -> Plan:
+            return self._plan(self._facts(batch, None)).plan
+
+        for batch, _ in plan_ahead(batches, plan_of, ahead=ahead):
+            yield self.shard(batch, score_across_documents=score_across_documents)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Rows of all ranks in their original order, such as logits; by the last batch's plan."""
@@ -162,6 +173,20 @@ class Attached:
             _set_implementation(self.model, self._previous)
             self._previous = None
 
+    def _facts(
+        self, batch: Mapping[str, Any], documents: Tensor | Sequence[int] | None
+    ) -> TokenFacts:
+        """What of a batch its masks depend on."""
+        unsupported.check_batch(batch, self.model)
+        shape = shape_of(batch)
+        infers = infers_documents(unsupported.decoder_of(self.model))
+        positions = batch.get("position_ids") if infers else None
+        ids = document_ids(batch, documents, shape)
+        return TokenFacts.of(shape, batch.get("attention_mask"), positions, ids)
+
+    def _plan(self, facts: TokenFacts) -> BatchPlan:
+        return self._plans.of(facts, self.model, self.mesh, self.options)
+
     def _positions(
         self, batch: Mapping[str, Any], documents: Tensor | None, shape: tuple[int, int]
     ) -> Tensor:
@@ -193,36 +218,6 @@ class Attached:
                 stacklevel=3,
             )
 
-    def _plan(self, facts: TokenFacts) -> tuple[Plan, dict[MaskKind, str]]:
-        key = facts.key()
-        if key in self._plans:
-            self._plans.move_to_end(key)
-            return self._plans[key]
-        config = self.model.config.get_text_config(decoder=True)
-        by_name, names = global_masks(self.model.config, facts)
-        heads = config.num_attention_heads
-        plan = make_plan(
-            by_name,
-            facts.shape[1],
-            self.mesh,
-            num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=self.model.dtype,
-            batch=facts.shape[0],
-            **self.options,
-        )
-        if int(plan.layout.counts.min()) == 0:
-            raise FlexCPError(
-                f"at least one token for each of {self.ranks} ranks",
-                f"sequences of {facts.shape[1]} tokens",
-                "Transformers' layers don't take empty sequences: use fewer ranks, or pad",
-            )
-        self._plans[key] = plan, names
-        while len(self._plans) > _KEPT_PLANS:
-            self._plans.popitem(last=False)
-        return plan, names
-
     def _last_plan(self) -> Plan:
         if self.plan is None:
             raise FlexCPError("a batch that was sharded before", "none", "call shard(batch) first")
@@ -233,7 +228,7 @@ class Attached:
         copied = memo[id(self)] = copy.copy(self)
         copied.model = copy.deepcopy(self.model, memo)
         copied._undo = copy.deepcopy(self._undo, memo)
-        copied._plans = self._plans.copy()
+        copied._plans = copy.deepcopy(self._plans)
         return copied
 
     def _begin_forward(

@@ -133,7 +133,8 @@ def attend(
         key: [B, G, L, D].
         value: [B, G, L, Dv].
         attention_mask: The `LayerMask` that `mask_function` returned.
-        dropout: Of attention weights; refused above 0.
+        dropout: Share of attention weights that are dropped. The seed comes from torch's default
+            CPU generator, whose state must be the same on all ranks.
         scaling: Factor on the scores.
         softcap: Scores are bounded to this by a tanh, as in Gemma 2.
         s_aux: [H] sinks, as in gpt-oss.
@@ -149,12 +150,6 @@ def attend(
             f"{type(attention_mask).__name__} in {layer}",
             "a mask that is made elsewhere covers a part of the sequence only; run this model "
             "without context parallelism",
-        )
-    if dropout:
-        raise FlexCPError(
-            "attention dropout of 0",
-            f"{dropout} in {layer}",
-            "set config.attention_dropout = 0 before making the model",
         )
     if position_bias is not None:
         raise FlexCPError(
@@ -174,11 +169,13 @@ def attend(
             scaling,
             enable_gqa=True,
             sinks=s_aux,
+            dropout_p=dropout,
         )
     else:
         out = attention(
-            query, key, value, plan, mask=name, score_mod=score_mod, scale=scaling, sinks=s_aux
-        )
+            query, key, value, plan, mask=name, score_mod=score_mod, scale=scaling, sinks=s_aux,
+            dropout_p=dropout,
+        )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
 

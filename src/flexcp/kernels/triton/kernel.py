@@ -28,6 +28,7 @@ from flexcp.kernels.triton.tuning import TileConfig, Tuning
 
 if TYPE_CHECKING:
     from flexcp.kernels.compiled_shapes import CompiledShapes
+    from flexcp.kernels.dropout import Dropout
     from flexcp.kernels.score import ScoreMod
 
 _PREP = TileConfig(64, 64, 4, 1)
@@ -51,10 +52,12 @@ class TritonKernel:
         score_mod: ScoreMod | None = None,
         max_scores: bool = False,
         former: Partial | None = None,
+        dropout: Dropout | None = None,
     ) -> Partial:
         """The partial result over the pairs of `compiled`, merged into `former` if given."""
         assert score_mod is None
         assert not max_scores
+        assert dropout is None
         if former is None:
             out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -89,9 +92,11 @@ class TritonKernel:
         delta: Tensor | None = None,
         grad_q: Tensor | None = None,
         grad_kv: tuple[Tensor, Tensor] | None = None,
+        dropout: Dropout | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
         assert score_mod is None
+        assert dropout is None
         if delta is None:
             delta = self.delta(grad_out, out, grad_lse)
         function = kernels()[1]
