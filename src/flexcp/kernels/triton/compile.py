@@ -26,7 +26,7 @@ from flexcp.kernels.interface import Partial, causal_shapes
 from flexcp.kernels.triton import kernel as launches
 from flexcp.kernels.triton.available import kernels, refuses, require_triton
 from flexcp.kernels.triton.launch import Launch
-from flexcp.kernels.triton.tuning import ARCHITECTURES, Tuning, tuning_for
+from flexcp.kernels.triton.tuning import LESS_SHARED, Tuning, tuning_for
 
 _TYPES = {
     torch.float32: "fp32",
@@ -35,7 +35,10 @@ _TYPES = {
     torch.int32: "i32",
 }
 _MATRIX_OPS = re.compile(r"\b(?:HMMA|HGMMA|UTC\w*MMA|v_mfma_\w+)")
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_LIMIT = {
+    "sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536,
+    **dict.fromkeys(LESS_SHARED, 101_376),
+}  # fmt: skip
 """Bytes of shared memory that one program may have."""
 
 
@@ -216,9 +219,9 @@ def _read_amd(compiled: Any) -> tuple[str, int, int]:
 
 
 def _require_known(arch: str) -> None:
-    if arch not in ARCHITECTURES:
+    if arch not in SHARED_LIMIT:
         raise FlexCPError(
-            f"an architecture among {', '.join(ARCHITECTURES)}",
+            f"an architecture among {', '.join(SHARED_LIMIT)}",
             repr(arch),
             "name the one that is most like yours",
         )

@@ -19,7 +19,7 @@ def doctor(
         typer.Option(
             "--compile",
             metavar="ARCH",
-            help="Compile all kernels for sm_80, sm_90, sm_100 or gfx942; may be repeated.",
+            help="Compile all kernels for sm_80, sm_86, sm_90, sm_100, gfx942; may be repeated.",
             show_default=False,
         ),
     ] = None,
