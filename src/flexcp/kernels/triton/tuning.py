@@ -76,7 +76,8 @@ def parse_tile(text: str) -> TileConfig:
 
 def _tuning(tiles: str) -> Tuning:
     """What a line of the table says: forward, dq, dkdv; or forward, dq, dk and dv."""
-    return Tuning(*(parse_tile(tile) for tile in tiles.split("|")))
+    forward, dq, dkdv, *dv = (parse_tile(tile) for tile in tiles.split("|"))
+    return Tuning(forward, dq, dkdv, dv[0] if dv else None)
 
 
 def _table(text: str) -> Iterator[tuple[tuple[str, str, int], Tuning]]:
@@ -119,8 +120,11 @@ gfx942 single 256 32x16 w4 s1       | 16x16 w4 s1     | 16x16 w4 s1
 
 LESS_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")
 """Architectures with the matrix instructions of sm_80, and 99 KB of shared memory for a program."""
-_WITH_LESS_SHARED = {("half", 256): _tuning("64x32 w8 s2 | 32x32 w8 s2 | 32x32 w8 s2")}
-"""What does not fit there otherwise."""
+_WITH_LESS_SHARED = {
+    ("half", 64): _tuning("128x64 w8 s3 | 128x32 w8 s2 | 32x64 w8 s2"),
+    ("half", 256): _tuning("64x32 w8 s2 | 32x32 w8 s2 | 32x32 w8 s2"),
+}
+"""What does not fit there otherwise, or spills on sm_120."""
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What the table has entries for."""
