@@ -1,7 +1,7 @@
 """The tuning table: tiles, warps and stages by architecture, head dim, type and Triton version.
 
-Every entry was compiled for its architecture: all fit the shared memory, and in half precision none
-of them spills registers. Which is fastest only hardware can tell; a user names
+Every entry was compiled for its architecture: none of them spills registers, and all fit the shared
+memory. Which is fastest only hardware can tell; a user names
 others in the kernel's name: `kernel="triton: forward=128x64 w8 s3"`.
 """
 
@@ -101,13 +101,13 @@ sm_90  half   128 128x128 w8 s2 tma | 128x64 w8 s2    | 32x128 w8 s2 tma
 sm_90  half   256 128x64 w8 s2 tma  | 64x32 w8 s2     | 32x32 w8 s2 tma
 sm_90  single 64  32x32 w4 s2       | 32x32 w8 s2     | 16x32 w8 s2
 sm_90  single 128 16x32 w8 s2       | 16x32 w8 s2     | 16x32 w8 s2
-sm_90  single 256 16x16 w8 s2       | 16x16 w8 s2     | 16x16 w8 s2
+sm_90  single 256 16x16 w8 s2       | 16x16 w8 s2     | 16x16 w8 s1
 sm_100 half   64  128x128 w8 s2 tma | 128x128 w8 s2   | 64x128 w8 s2 tma
 sm_100 half   128 128x128 w8 s2 tma | 128x64 w8 s2    | 64x128 w8 s1 tma
 sm_100 half   256 128x64 w8 s2 tma  | 64x64 w8 s1 tma | 64x64 w8 s1 tma | 64x128 w8 s1 tma
 sm_100 single 64  32x32 w4 s2       | 32x32 w8 s2     | 16x32 w8 s2
 sm_100 single 128 16x32 w8 s2       | 16x32 w8 s2     | 16x32 w8 s2
-sm_100 single 256 16x16 w8 s2       | 16x16 w8 s2     | 16x16 w8 s2
+sm_100 single 256 16x16 w8 s2       | 16x16 w8 s2     | 16x16 w8 s1
 gfx942 half   64  128x64 w4 s1      | 64x64 w4 s1     | 64x64 w4 s1
 gfx942 half   128 128x64 w4 s1      | 64x32 w4 s1     | 32x32 w4 s1
 gfx942 half   256 64x32 w4 s1       | 32x32 w4 s1     | 16x32 w4 s1
