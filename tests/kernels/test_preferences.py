@@ -13,7 +13,7 @@ from flexcp import FlexCPError, masks, testing
 from flexcp.kernels import preferences
 from flexcp.kernels.mask_kinds import KINDS
 from flexcp.kernels.preferences import KernelOrder, preferences_for, write_preferences
-from flexcp.kernels.registry import choose, explain
+from flexcp.kernels.registry import Choice, _as_measured, choose, explain
 
 CPU = torch.device("cpu")
 SLOW_FLASH = ("scored", "flash")
@@ -166,3 +166,19 @@ def test_calls_on_one_device_and_over_a_plan_take_the_measured_kernel(path, monk
         return torch.equal(own, flexcp.attention(*local, plan, kernel="scored"))
 
     assert testing.simulate(rank, 2) == [True, True]
+
+
+def test_the_variable_length_op_is_preferred_with_a_kernel_for_what_it_cant_express():
+    ops, tuned = object(), Choice("triton", None, ("it was asked for by name", "Triton"))
+    known = {
+        "varlen": Choice("varlen", None, (), varlen=ops),
+        "flex": Choice("flex", None, ()),
+        "triton": tuned,
+    }
+    found = _as_measured(order(kernels=("varlen", "flex", "triton")), known.__getitem__)
+    assert (found.kernel, found.varlen) == ("triton", ops)
+    assert found.reasons[0].startswith("causal: the fastest that can, of varlen, flex, triton")
+    assert found.reasons[1:] == ("Triton",)
+    first = _as_measured(order(kernels=("flex", "varlen", "triton")), known.__getitem__)
+    assert (first.kernel, first.varlen) == ("flex", None)
+    assert _as_measured(order(kernels=("varlen",)), known.__getitem__) is None

@@ -246,6 +246,8 @@ def _take_turns(found: Iterable[Timed], given: Inputs, deadline: Deadline) -> No
                 continue
             try:
                 time_once(one, given, counts=turn > 0)
+            except FlexCPError as error:  # of a mask that a kernel can't express
+                one.why_not, one.rounds = f"it needs {error.expected}", 0
             except Exception as error:
                 one.why_not = f"it raised {type(error).__name__}: {error}".splitlines()[0][:200]
                 one.rounds = 0
@@ -286,4 +288,5 @@ def _remember(case: AttentionCase, timed: Iterable[Timed], given: Inputs, timing
     by_rules = choose(
         given.q, given.v, score_mod=case.score_mod is not None, is_one_rectangle=case.mask is None
     )
-    timings.defaults[case.kind] = by_rules.kernel
+    has_varlen = by_rules.varlen is not None and "varlen" in right
+    timings.defaults[case.kind] = "varlen" if has_varlen else by_rules.kernel
