@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexcp.tools.doctor.findings import Diagnosis
 
 _COMPILE, _FILES = "Compiling without a GPU", "Files"
-_START_AND_END = 75.0
+_START_AND_END = 50.0
 """Seconds of --minutes that are kept for starting ranks, for what overruns, and for the reports."""
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from flexcp import masks
+from flexcp.errors import FlexCPError
 from flexcp.kernels.mask_kinds import SCORE_FUNCTION
+from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction
 from flexcp.masks import Mask
 from flexcp.ops import flex_attention
@@ -80,6 +82,30 @@ def attend(case: AttentionCase, qkv: Sequence[Tensor], kernel: str | None = None
     out = flex_attention(q, k, v, case.score_mod, case.mask, kernel_options=options)
     assert isinstance(out, Tensor)
     return out
+
+
+def refusal(kernel: str, case: AttentionCase, given: Inputs) -> str | None:
+    """Why a kernel does not take a call; None if it does."""
+    try:
+        choose(
+            given.q,
+            given.v,
+            score_mod=case.score_mod is not None,
+            is_one_rectangle=case.mask is None,
+            kernel=kernel,
+        )
+    except FlexCPError as error:
+        return needs(error)
+    return None
+
+
+def needs(error: FlexCPError) -> str:
+    """A refusal as the reason for which something was not run.
+
+    >>> needs(FlexCPError("CUDA tensors", "tensors on cpu", "move them"))
+    'it needs CUDA tensors, and got tensors on cpu'
+    """
+    return f"it needs {error.expected}, and got {error.got}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.reference import dense_attention, dense_mask
-from flexcp.kernels.registry import choose
 from flexcp.ops import flex_attention
 from flexcp.testing.tolerance import relative_error, tolerance
 from flexcp.tools.doctor.budget import Budget, Deadline
-from flexcp.tools.doctor.cases import AttentionCase, Inputs, cases, inputs
+from flexcp.tools.doctor.cases import AttentionCase, Inputs, cases, inputs, needs, refusal
 from flexcp.tools.doctor.findings import Finding
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "d of what the score function captures")
@@ -63,33 +62,25 @@ def exactness(
     name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
     budget, given = oracle.budget, oracle.inputs(dtype)
     every = cases(budget.tokens, budget.heads, oracle.device)
+    wanted = budget.repeats if repeats is None else repeats
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(every):
-        refusal = _refusal(kernel, case, given)
-        if refusal is not None:
-            rows.append({"case": case.name, "outcome": "not run", "why": refusal})
+        why_not = refusal(kernel, case, given)
+        if why_not is not None:
+            rows.append({"case": case.name, "outcome": "not run", "why": why_not})
         elif not deadline.left:
             rows.append({"case": case.name, "outcome": "not run", "why": "the time was up"})
         else:
             own = deadline.share(1 / (len(every) - i))
-            wanted = budget.repeats if repeats is None else repeats
             rows.append(_compare(kernel, case, oracle, dtype, given, own, wanted))
-    return _summed_up(name, tolerance(dtype), rows)
+    return _summed_up(name, tolerance(dtype), wanted, rows)
 
 
-def _refusal(kernel: str, case: AttentionCase, given: Inputs) -> str | None:
-    """Why a kernel does not take a call; None if it does."""
-    try:
-        choose(
-            given.q,
-            given.v,
-            score_mod=case.score_mod is not None,
-            is_one_rectangle=case.mask is None,
-            kernel=kernel,
-        )
-    except FlexCPError as error:
-        return f"it needs {error.expected}"
-    return None
+def runs_here(kernel: str, dtype: torch.dtype, oracle: Oracle) -> bool:
+    """Whether a kernel takes any case on the device at hand."""
+    given, b = oracle.inputs(dtype), oracle.budget
+    every = cases(b.tokens, b.heads, oracle.device)
+    return any(refusal(kernel, case, given) is None for case in every)
 
 
 def call(kernel: str | None, case: AttentionCase, given: Inputs) -> tuple[Tensor, ...]:
@@ -136,7 +127,7 @@ def _compare(
         again = lambda: call(kernel, case, given)[:results]  # noqa: E731
         done, different = _repeat(again, found[:results], repeats, deadline)
     except FlexCPError as error:  # of a mask that the kernel can't express
-        return row | {"outcome": "not run", "why": f"it needs {error.expected}"}
+        return row | {"outcome": "not run", "why": needs(error)}
     except Exception as error:
         told = f"{type(error).__name__}: {error}".splitlines()[0]
         return row | {"outcome": "failed", "why": f"it raised {told}"}
@@ -163,7 +154,7 @@ def _repeat(
     return repeats, None
 
 
-def _summed_up(name: str, allowed: float, rows: list[dict[str, Any]]) -> Finding:
+def _summed_up(name: str, allowed: float, repeats: int, rows: list[dict[str, Any]]) -> Finding:
     ran = [row for row in rows if row["outcome"] != "not run"]
     wrong = [row for row in ran if row["outcome"] == "failed"]
     if not ran:
@@ -177,6 +168,7 @@ def _summed_up(name: str, allowed: float, rows: list[dict[str, Any]]) -> Finding
     said = f"{len(ran)} kinds of calls within {worst:.1e} of float64 ({allowed:.1e} allowed)"
     fewest = min(row["repeats"] for row in ran)
     said += f", the same bits in {fewest} repeats"
+    said += f" (of {repeats}: the time was up)" if fewest < repeats else ""
     left_out = [f"{row['case']} ({row['why']})" for row in rows if row["outcome"] == "not run"]
     said += f"; not run: {', '.join(left_out)}" if left_out else ""
     return Finding("kernels", name, "passed", said, rows=tuple(rows))

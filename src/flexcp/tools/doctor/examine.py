@@ -18,15 +18,17 @@ from flexcp.tools.doctor import rank_checks, rank_speed
 from flexcp.tools.doctor.budget import Budget, Deadline
 from flexcp.tools.doctor.cases import cases
 from flexcp.tools.doctor.environment import environment, environment_findings
-from flexcp.tools.doctor.exactness import Oracle, exactness
+from flexcp.tools.doctor.exactness import Oracle, exactness, runs_here
 from flexcp.tools.doctor.findings import NOT_ASKED, SECTIONS, Diagnosis, Doing, Finding, Listener
 from flexcp.tools.doctor.ranks import RankCheck
 from flexcp.tools.doctor.speed import Timings, speed
 
-_KERNELS, _RANKS = 0.35, 0.4
+_KERNELS, _RANKS = 0.45, 0.4
 """Of the time that is left when they begin, what kernels and ranks may take."""
 _CAUSAL = 4.0
 """Weight of the first case that is timed, for which FlexAttention is compiled at any rate."""
+_NOTHING = 1e-3
+"""Weight of a check that only says why it is not run."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,10 @@ def _kernel_checks(request: Request) -> list[PlannedCheck]:
     found: list[PlannedCheck] = []
     for kernel in KERNELS:
         for name in request.budget.dtypes:
-            run = partial(exactness, kernel, getattr(torch, name), oracle)
-            found.append(("kernels", f"{kernel}, {name}", 1.0, run))
+            dtype = getattr(torch, name)
+            weight = 1.0 if runs_here(kernel, dtype, oracle) else _NOTHING
+            run = partial(exactness, kernel, dtype, oracle)
+            found.append(("kernels", f"{kernel}, {name}", weight, run))
     return found
 
 
@@ -187,7 +191,7 @@ def _case_names() -> list[str]:
 def _everything(request: Request) -> list[tuple[str, str]]:
     """Section and name of all that there is to find."""
     env = [("environment", name) for name in ("versions", "devices", "load", "links")]
-    kernels = [(section, name) for section, name, _, _ in _kernel_checks(request)]
+    kernels = [("kernels", f"{k}, {dtype}") for k in KERNELS for dtype in request.budget.dtypes]
     ranks = [(c.section, c.name) for c in (*rank_checks.CHECKS, *rank_speed.CHECKS)]
     return [*env, *kernels, *ranks, *(("speed", name) for name in _case_names())]
 

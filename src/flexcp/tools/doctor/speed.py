@@ -17,7 +17,7 @@ from flexcp.grid import build_block_grid
 from flexcp.kernels.preferences import KernelOrder
 from flexcp.kernels.registry import KERNELS, choose
 from flexcp.tools.doctor.budget import Budget, Deadline, TimeIsUpError, at_most
-from flexcp.tools.doctor.cases import AttentionCase, Inputs, attend, cases, inputs
+from flexcp.tools.doctor.cases import AttentionCase, Inputs, attend, cases, inputs, needs, refusal
 from flexcp.tools.doctor.findings import Finding
 
 COMPILED = "compiled FlexAttention"
@@ -25,6 +25,9 @@ _SHORTEST = 256
 """Tokens that are timed at least, however slow the machine."""
 _ROUNDS = 3
 """Times that everything should be timed; the best counts."""
+_NEXT_LENGTH = 120.0
+"""Times dense SDPA that a case takes at twice the length: 4 times as long, 5 contenders or so, in
+4 rounds, some of them slower."""
 _NOISE = 0.05
 """A kernel that the registry would choose anyway gives way to one that is faster by more."""
 _LARGEST_MATRIX = 8192
@@ -91,7 +94,7 @@ def speed(name: str, timings: Timings, deadline: Deadline) -> Finding:
     """The throughput of one case with everything that can compute it."""
     budget, device = timings.budget, timings.device
     dtype = getattr(torch, budget.timed_dtype)
-    tokens = _length(budget, device, dtype, deadline.share(0.2))
+    tokens = _length(budget, device, dtype, deadline)
     given = inputs(tokens, budget.heads, budget.heads, budget.head_dim, dtype, device)
     case = next(case for case in cases(tokens, budget.heads, device) if case.name == name)
     found, left_out = _contenders(case, given, timings, deadline)
@@ -143,13 +146,12 @@ def _told(
 
 def _length(budget: Budget, device: torch.device, dtype: torch.dtype, deadline: Deadline) -> int:
     """The most tokens at which everything can be timed several times: by timing dense SDPA."""
-    per_call = deadline.left / 2
     tokens = min(_SHORTEST, budget.longest)
     while tokens * 2 <= budget.longest:
         given = inputs(tokens, budget.heads, budget.heads, budget.head_dim, dtype, device)
         one = Timed("SDPA", partial(sdpa, *given.qkv))
         time_once(one, given)
-        if 8 * one.both * _ROUNDS > per_call:  # twice as long takes four times as long
+        if _NEXT_LENGTH * one.both > deadline.left:
             break
         tokens *= 2
     return tokens
@@ -168,10 +170,9 @@ def _contenders(
     for kernel in KERNELS:
         if kernel == "reference":
             continue
-        try:
-            choose(q, v, score_mod=has_score, is_one_rectangle=case.mask is None, kernel=kernel)
-        except FlexCPError as error:
-            left_out[kernel] = f"it needs {error.expected}"
+        why_not = refusal(kernel, case, given)
+        if why_not is not None:
+            left_out[kernel] = why_not
             continue
         found.append(
             Timed(f"flexcp {kernel}", partial(attend, case, given.qkv, kernel), kernel=kernel)
@@ -247,7 +248,7 @@ def _take_turns(found: Iterable[Timed], given: Inputs, deadline: Deadline) -> No
             try:
                 time_once(one, given, counts=turn > 0)
             except FlexCPError as error:  # of a mask that a kernel can't express
-                one.why_not, one.rounds = f"it needs {error.expected}", 0
+                one.why_not, one.rounds = needs(error), 0
             except Exception as error:
                 one.why_not = f"it raised {type(error).__name__}: {error}".splitlines()[0][:200]
                 one.rounds = 0
