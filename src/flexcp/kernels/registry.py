@@ -243,7 +243,7 @@ def _as_measured(order: KernelOrder, ask: Callable[[str], Choice]) -> Choice | N
             if found.kernel == "varlen":
                 varlen = found.varlen
             elif varlen is None or found.kernel != "flex":
-                names = f"{order.kind}: the fastest that can, of {', '.join(order.kernels)}"
+                names = f"{order.kind}: the first that can, of {', '.join(order.kernels)}"
                 measured = f"with {order.dtype} and head dim {order.head_dim}"
                 why = f"{names}, as flexcp doctor has measured {measured}"
                 reasons = (why, *(r for r in found.reasons if r != _ASKED))

@@ -136,6 +136,8 @@ def test_the_kernel_of_the_rules_stays_unless_it_is_beaten_clearly():
     timings.noise["full"] = 0.3
     first = {order.kind: order.kernels[0] for order in timings.orders()}
     assert first == {"causal": "flash", "window": "scored", "full": "flash"}
+    busy = replace(timings, certain=False)
+    assert {order.kernels[0] for order in busy.orders()} == {"flash"}
 
 
 def test_sizes_follow_from_the_time_that_there_is():

@@ -66,7 +66,7 @@ class DoctorScreen:
             self._status.stop()
         self._out.print()
         for order in found.orders:
-            self._out.print(f"fastest for {order.kind}: {order.kernels[0]}")
+            self._out.print(f"preferred for {order.kind}: {order.kernels[0]}")
         for note in found.notes:
             self._out.print(note)
         style = _STYLES["failed" if found.failures else "passed"]

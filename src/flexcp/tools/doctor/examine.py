@@ -22,11 +22,13 @@ from flexcp.tools.doctor.exactness import Oracle, exactness, runs_here
 from flexcp.tools.doctor.findings import NOT_ASKED, SECTIONS, Diagnosis, Doing, Finding, Listener
 from flexcp.tools.doctor.ranks import RankCheck
 from flexcp.tools.doctor.speed import Timings, speed
+from flexcp.tools.launch import is_busy
 
 _KERNELS, _RANKS = 0.45, 0.4
 """Of the time that is left when they begin, what kernels and ranks may take."""
 _CAUSAL = 4.0
 """Weight of the first case that is timed, for which FlexAttention is compiled at any rate."""
+_BUSY = "the machine was busy: the kernels that the rules choose stay the preferred ones"
 _NOTHING = 1e-3
 """Weight of a check that only says why it is not run."""
 
@@ -81,6 +83,8 @@ class Chart:
     findings: list[Finding] = field(default_factory=list)
     machines: list[Machine] = field(default_factory=list)
     timings: Timings | None = None
+    was_busy: bool = False
+    """Whether others kept the CPU busy at the beginning, so that its timings say little."""
     lost_device: str = ""
     """Since when the device does not answer any more."""
 
@@ -107,7 +111,7 @@ def examine(request: Request, run_ranks: RankRunner, *, listen: Listener) -> Dia
         run_ranks: How to run what several ranks do together.
         listen: Hears what runs now and what was found.
     """
-    chart = Chart(request, listen)
+    chart = Chart(request, listen, was_busy=request.device.type == "cpu" and is_busy())
     interrupted = False
     try:
         with _many_compilations(request.device):
@@ -126,6 +130,7 @@ def examine(request: Request, run_ranks: RankRunner, *, listen: Listener) -> Dia
         chart.machines[-1] if chart.machines else None,
         time.monotonic() - chart.begin,
         interrupted,
+        (_BUSY,) if chart.was_busy else (),
     )
 
 
@@ -158,7 +163,7 @@ def _run(chart: Chart, run_ranks: RankRunner) -> bool:
             return True
     if "speed" in request.sections:
         right = _right_kernels(chart.findings)
-        chart.timings = Timings(request.budget, request.device, right)
+        chart.timings = Timings(request.budget, request.device, right, certain=not chart.was_busy)
         _one_by_one(chart, _speed_checks(chart.timings), deadline)
     return False
 

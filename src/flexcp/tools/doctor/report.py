@@ -42,7 +42,7 @@ def report_text(found: Diagnosis) -> str:
                 lines.append(f"          what to do: {finding.fix}")
             lines += [f"          {line}" for line in _table_lines(finding.rows)]
     if found.orders:
-        lines += ["", "## The fastest kernel by kind of mask", ""]
+        lines += ["", "## Kernels by kind of mask, the preferred one first", ""]
         lines += _table_lines([_order_row(order) for order in found.orders])
     lines += ["", *found.notes, f"It took {found.seconds:.0f} s."]
     return "\n".join(lines) + "\n"
@@ -115,7 +115,7 @@ def report_page(found: Diagnosis) -> str:
         parts.append(f"<h2>{escape(about)}</h2>")
         parts += [_html_finding(f) for f in found.findings if f.section == section]
     if found.orders:
-        parts.append("<h2>The fastest kernel by kind of mask</h2>")
+        parts.append("<h2>Kernels by kind of mask, the preferred one first</h2>")
         parts.append(_html_table([_order_row(order) for order in found.orders]))
     notes = [*found.notes, f"It took {found.seconds:.0f} s."]
     parts += [f"<p>{escape(note)}</p>" for note in notes]
