@@ -27,7 +27,7 @@ def order(kind="causal", kernels=SLOW_FLASH, dtype="float32", head_dim=16):
 def path(tmp_path, monkeypatch):
     monkeypatch.setenv(preferences.VARIABLE, str(tmp_path / "deep" / "doctor.json"))
     yield tmp_path / "deep" / "doctor.json"
-    preferences._read.cache_clear()
+    preferences.forget_preferences()
 
 
 def x():
@@ -99,7 +99,7 @@ def test_the_nearest_head_dim_counts(path):
 def test_a_file_that_cant_be_believed_is_put_aside_with_a_sentence(path, damage, sentence):
     write_preferences(path, CPU, [order()])
     path.write_text(damage(json.loads(path.read_text())))
-    preferences._read.cache_clear()
+    preferences.forget_preferences()
     with pytest.warns(UserWarning, match="run `flexcp doctor` to measure anew") as warned:
         chosen = choose(x(), x(), mask_kind=lambda: "causal")
     assert chosen.kernel == "flash"

@@ -83,8 +83,19 @@ def preferences_path() -> Path | None:
 
 def preferences_for(device: torch.device) -> Preferences:
     """What was measured on a device of this machine, with these versions."""
+    return _known(os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME"), device)
+
+
+@lru_cache(maxsize=64)
+def _known(_: str | None, __: str | None, device: torch.device) -> Preferences:
+    """What there was when it was first asked, by the variables that say where: no call waits."""
     path = preferences_path()
     return Preferences() if path is None else _read(str(path), device.type, device_name(device))
+
+
+def forget_preferences() -> None:
+    """Makes the next call read the file again."""
+    _known.cache_clear()
 
 
 @lru_cache(maxsize=64)
@@ -124,7 +135,7 @@ def write_preferences(path: Path, device: torch.device, orders: Iterable[KernelO
     text = json.dumps({"format": _FORMAT, "versions": versions(), "devices": devices})
     content = json.loads(text) | {"checksum": _checksum(json.loads(text))}
     replace_file(path, json.dumps(content, indent=1) + "\n")
-    _read.cache_clear()
+    forget_preferences()
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -141,7 +152,6 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
-@lru_cache(maxsize=64)
 def _read(path: str, device_type: str, name: str) -> Preferences:
     try:
         text = Path(path).read_text(encoding="utf-8")

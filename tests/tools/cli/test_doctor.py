@@ -38,7 +38,7 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with one_thread():
         yield tmp_path
-    preferences._read.cache_clear()
+    preferences.forget_preferences()
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def examine_ranks(
         begin = time.monotonic()
         board.say(f"{number}/{context.rank}", json.dumps(asdict(_answer(check, context, own))))
         if context.rank == 0:
-            patience = own.left + 2 * context.budget.patience
+            patience = own.left + 1.2 * context.budget.patience
             finding, machine = _conclusion(check, context, board, number, patience)
             listen(replace(finding, seconds=round(time.monotonic() - begin, 2)))
             if machine is not None:
