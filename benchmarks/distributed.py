@@ -37,11 +37,11 @@ import torch.distributed as dist
 from distributed_report import ALONE, MASKS, Row, line, merged, plot, read, table
 from documents import packed_document_lengths
 from torch import Tensor
-from torch_ring import ROTATIONS, bytes_received, ring_attention
 
 import flexcp
 from flexcp import masks, testing
 from flexcp.plan import Machine
+from flexcp.tools.doctor.torch_ring import ROTATIONS, bytes_received, ring_attention
 
 HEADS, DIM = 8, 64
 SCHEDULES = ("auto", "exchange", "ring", "allgather", "ulysses", "hybrid")

@@ -31,12 +31,12 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch_ring import ROTATIONS, ring_passes
 
 import flexcp
 from flexcp import masks, testing
 from flexcp.kernels import flash
 from flexcp.kernels.interface import Partial, PartialGradients
+from flexcp.tools.doctor.torch_ring import ROTATIONS, ring_passes
 
 HEADS, DIM, ROWS = 4, 32, 64
 """Of a rank's tensors: small, so that copies cost next to nothing."""

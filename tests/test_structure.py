@@ -73,6 +73,10 @@ PLANTED = {
         f"table.{name}": "a public setting of rich, of a table that was made here"
         for name in ("caption", "caption_justify")
     },
+    "tools/doctor/torch_ring.py": {
+        f"options.{name}": "PyTorch has no other way to choose how its ring works; put back"
+        for name in ("enable_load_balance", "rotate_method")
+    },
     "tools/train/compare.py": {
         "parameter.grad": "gradients are taken off and put back, as optimizers do",
     },

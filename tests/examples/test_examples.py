@@ -29,6 +29,10 @@ EXAMPLES: dict[str, tuple[list[str], str]] = {
         ["--tokens", "203"],
         r"Schedule \w+ .* for anchored(.|\n)*2 ranks against one process:\n  out differs by at",
     ),
+    "global_batch.py": (
+        ["--ranks", "2", "--steps", "2", "--longest", "90"],
+        r"rank 1: \d+ tokens, \d+ samples whole(.|\n)*weights differ by at most",
+    ),
     "training_loop.py": (
         ["--steps", "3", "--tokens", "90", "--width", "16"],
         r"step   3  loss \d\.\d+  norm \d\.\d+",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from flexcp.eager import outside_of_inference_mode, tensors_to_keep
 from flexcp.grid import BlockGrid
 from flexcp.kernels.head_groups import HeadGroup, head_groups_of
 from flexcp.kernels.interface import Shapes
+from flexcp.kernels.mask_kinds import mask_kind
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
 from flexcp.kernels.triton.tiles import By, TileLists, tile_lists
@@ -38,6 +41,11 @@ class CompiledShapes:
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
         self._tile_lists: dict[tuple[int, int, By, torch.device], TileLists] = {}
         self._varlen_calls: dict[tuple[int, torch.device], tuple[VarlenCall, ...] | None] = {}
+
+    @cached_property
+    def kind(self) -> str:
+        """Which of `mask_kinds.KINDS` the mask is."""
+        return mask_kind(self.shapes)
 
     def program(self, plane: int, *, fused: bool) -> Program:
         """What runs for the pairs of a plane, with or without fused ops for large rectangles."""

@@ -1,13 +1,12 @@
 """Key ranges: the keys that each query row sees, as few ranges, at the precision of tokens.
 
-Where a mask's own comparisons say them (`grid/row_ranges.py`), they are read off. Else the partial
-tiles of the BlockGrid are evaluated, once, and what every row sees is joined across tile borders;
-tiles without a pattern (many short ranges in a row) keep their bits.
+Most masks say them by their comparisons (`grid/row_ranges.py`). Of other masks, a BlockGrid knows
+tiles: partial ones are evaluated, and what every row sees is joined across tile borders. Tiles
+without a pattern (many short ranges in a row) keep their bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,31 +47,31 @@ class KeyRanges:
 
 
 def key_ranges_of(grid: BlockGrid) -> KeyRanges:
-    """What each row of each plane of `grid` sees, as ranges."""
+    """What each row of `grid` sees, from its mask's comparisons or from its tiles."""
     known = row_ranges(grid).planes
     return _of_tiles(grid) if known is None else _of_columns(grid, known)
 
 
-def _of_columns(grid: BlockGrid, planes: Sequence[Sequence[KeyColumn]]) -> KeyRanges:
-    """Ranges that are known, in the order of rows."""
+def _of_columns(grid: BlockGrid, planes: tuple[tuple[KeyColumn, ...], ...]) -> KeyRanges:
+    """From one or a few ranges for every row of every plane."""
+    found = [torch.zeros(3, 0, dtype=torch.int64)]
+    every = torch.arange(grid.q_len)
+    for plane, columns in enumerate(planes):
+        for column in columns:
+            some = column.start < column.stop
+            parts = (plane * grid.q_len + every[some], column.start[some], column.stop[some])
+            found.append(torch.stack(parts))
+    row, start, stop = torch.cat(found, dim=1).unbind(0)
+    if any(len(columns) > 1 for columns in planes):  # else they are in order, and none touch
+        row, start, stop = joined(row, start, stop)
     none = torch.zeros(0, dtype=torch.int64)
-    found = [(none, none, none)]
-    for number, columns in enumerate(planes):
-        if not columns:
-            continue
-        start, stop = (torch.stack([getattr(c, n) for c in columns], 1) for n in ("start", "stop"))
-        if len(columns) > 1:
-            start, order = start.masked_fill(start >= stop, grid.kv_len).sort(1)
-            stop = stop.gather(1, order)
-        row, column = (start < stop).nonzero().unbind(1)
-        found.append((number * grid.q_len + row, start[row, column], stop[row, column]))
-    ranges = _touching_joined(*(torch.cat(parts) for parts in zip(*found, strict=True)))
     bits = torch.zeros(0, *grid.block_size, dtype=torch.bool)
-    return KeyRanges(len(planes), grid.q_len, grid.kv_len, *ranges, none, none, none, bits)
+    sizes = (len(planes), grid.q_len, grid.kv_len)
+    return KeyRanges(*sizes, row, start, stop, none, none, none, bits)
 
 
 def _of_tiles(grid: BlockGrid) -> KeyRanges:
-    """Evaluates the partial tiles, and joins what each row sees in them and in full ones."""
+    """Evaluates the partial tiles of `grid` and joins what each row sees into ranges."""
     bq, bk = grid.block_size
     graph = trace_mask(grid.mask.mask_mod)
     found = [_of_full_runs(grid, plane) for plane in range(len(grid.runs))]
@@ -170,11 +169,7 @@ def joined(row: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Te
         return row, start, stop
     order = torch.argsort(start, stable=True)
     order = order[torch.argsort(row[order], stable=True)]
-    return _touching_joined(row[order], start[order], stop[order])
-
-
-def _touching_joined(row: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranges that are sorted, those that touch made one."""
+    row, start, stop = row[order], start[order], stop[order]
     opens = torch.ones_like(row, dtype=torch.bool)
     opens[1:] = (row[1:] != row[:-1]) | (start[1:] != stop[:-1])
     closes = torch.ones_like(opens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +13,8 @@ from flexcp.errors import FlexCPError, require
 from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.fused import FUSED_OPS, FusedOp
 from flexcp.kernels.interface import Kernel
+from flexcp.kernels.mask_kinds import KINDS, SCORE_FUNCTION
+from flexcp.kernels.preferences import KernelOrder, preferences_for
 from flexcp.kernels.score import check_score_mod
 from flexcp.kernels.triton.available import (
     arch_of,
@@ -34,6 +38,8 @@ KERNELS = {
     "reference": "dense and eager, with an S x S matrix; the oracle",
 }
 """What can be asked for by name; "triton" with tiles if wanted: "triton: forward=64x64 w4 s2"."""
+
+_ASKED = "it was asked for by name"
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def choose(
     partial: bool = False,
     kernel: str | None = None,
     dropout: bool = False,
+    mask_kind: Callable[[], str] | None = None,
 ) -> Choice:
     """The kernel for a call.
 
@@ -86,6 +93,8 @@ def choose(
         partial: whether a partial result is wanted, which compiled FlexAttention does not return.
         kernel: a kernel's name, to have that one or an error.
         dropout: whether weights are dropped.
+        mask_kind: says which of `mask_kinds.KINDS` the mask is; asked where `flexcp doctor` has
+            measured which kernel is the fastest for which kind.
     """
     for name, x in (("q", q), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
@@ -96,6 +105,25 @@ def choose(
             )
     if kernel is not None:
         require("kernel", kernel, str, f"pass one of {', '.join(map(repr, KERNELS))}")
+    order = None
+    if kernel is None and not dropout:  # which is not what was measured
+        order = _measured_order(q, score_mod, mask_kind)
+    if order is not None:
+
+        def ask(name: str) -> Choice:
+            return choose(
+                q,
+                v,
+                score_mod=score_mod,
+                max_scores=max_scores,
+                is_one_rectangle=is_one_rectangle,
+                partial=partial,
+                kernel=name,
+            )
+
+        measured = _as_measured(order, ask)
+        if measured is not None:
+            return measured
     kernel, wishes = (None, "") if kernel is None else _name_and_wishes(kernel)
     if kernel is not None and kernel not in KERNELS:
         raise FlexCPError(
@@ -114,19 +142,20 @@ def choose(
             "ask for 'scored', or leave the kernel out",
         )
     if kernel == "reference":
-        return Choice("reference", None, ("it was asked for by name",))
-    asked: tuple[str, ...] = () if kernel is None else ("it was asked for by name",)
+        return Choice("reference", None, (_ASKED,))
+    asked: tuple[str, ...] = () if kernel is None else (_ASKED,)
     on_gpu = kernel is None and q.device.type == "cuda" and not is_one_rectangle
     if kernel == "triton":
-        _require_triton(q, v, score_mod, max_scores, dropout, wishes)
+        _require_triton(q, v, score_mod, max_scores, wishes)
         return _triton(q, v, wishes, asked)
     if kernel == "varlen":
         _require_varlen(q, v, score_mod, max_scores, dropout)
         return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
-    if on_gpu and not score_mod and not max_scores and not dropout:
+    if on_gpu and not score_mod and not max_scores:
         why_not = _why_not_triton(q, v)
         if why_not is None:
-            return _with_varlen(q, v, _triton(q, v, "", ("CUDA tensors, and a mask as data",)))
+            found = _triton(q, v, "", ("CUDA tensors, and a mask as data",))
+            return found if dropout else _with_varlen(q, v, found)
         asked = (why_not,)
     if kernel == "flex" or (on_gpu and not partial and not dropout):
         _require_flex(q)
@@ -159,8 +188,12 @@ def explain(
     is_one_rectangle: bool = False,
     kernel: str | None = None,
     dropout_p: float = 0.0,
+    mask_kind: str | None = None,
 ) -> str:
     """Which kernel is chosen for a call, and why, for a person.
+
+    With `mask_kind` ("full", "causal", "documents", "window" or "arbitrary"), also by what
+    `flexcp doctor` has measured on this machine, where it has run.
 
     >>> x = torch.zeros(1, 4, 8, 16)
     >>> print(explain(x, x, score_mod=lambda s, b, h, q, kv: s))
@@ -170,17 +203,53 @@ def explain(
     check_score_mod(score_mod)
     require("max_scores", max_scores, bool, "pass True or False")
     require("is_one_rectangle", is_one_rectangle, bool, "pass True or False")
-    return str(
-        choose(
-            q,
-            v,
-            score_mod=score_mod is not None,
-            max_scores=max_scores,
-            is_one_rectangle=is_one_rectangle,
-            kernel=kernel,
-            dropout=dropout_p > 0,
+    if mask_kind is not None and mask_kind not in KINDS:
+        raise FlexCPError(
+            f"mask_kind to be one of {', '.join(map(repr, KINDS))}", repr(mask_kind), "name one"
         )
+    choice = choose(
+        q,
+        v,
+        score_mod=score_mod is not None,
+        max_scores=max_scores,
+        is_one_rectangle=is_one_rectangle,
+        kernel=kernel,
+        dropout=dropout_p > 0,
+        mask_kind=None if mask_kind is None else lambda: mask_kind,
     )
+    ignored = "" if kernel is not None else preferences_for(q.device).ignored
+    return f"{choice}\n- {ignored}" if ignored else str(choice)
+
+
+def _measured_order(
+    q: Tensor, score_mod: bool, mask_kind: Callable[[], str] | None
+) -> KernelOrder | None:
+    """What the doctor has measured for such a call, if it has."""
+    known = preferences_for(q.device)
+    if not known.orders or mask_kind is None:
+        return None
+    kind = SCORE_FUNCTION if score_mod else mask_kind()
+    return known.order(kind, q.dtype, q.shape[-1])
+
+
+def _as_measured(order: KernelOrder, ask: Callable[[str], Choice]) -> Choice | None:
+    """The fastest kernel that can do a call, with the measurement as the first reason for it.
+
+    The variable-length op comes with the next one, for masks that it can't express.
+    """
+    varlen: VarlenOps | None = None
+    for name in order.kernels:
+        with suppress(FlexCPError):  # the next one may be able to
+            found = ask(name)
+            if found.kernel == "varlen":
+                varlen = found.varlen
+            elif varlen is None or found.kernel != "flex":
+                names = f"{order.kind}: the first that can, of {', '.join(order.kernels)}"
+                measured = f"with {order.dtype} and head dim {order.head_dim}"
+                why = f"{names}, as flexcp doctor has measured {measured}"
+                reasons = (why, *(r for r in found.reasons if r != _ASKED))
+                return replace(found, reasons=reasons, varlen=varlen)
+    return None
 
 
 def _name_and_wishes(kernel: str) -> tuple[str, str]:
@@ -226,14 +295,11 @@ def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
     return None if refusal is None else f"not the Triton kernels, which need {refusal.expected}"
 
 
-def _require_triton(
-    q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, dropout: bool, wishes: str
-) -> None:
+def _require_triton(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, wishes: str) -> None:
     require_triton(any_version=names_every_kernel(wishes))
     for name, given, instead in (
         ("score_mod", score_mod, "scored"),
         ("max_scores", max_scores, "flash"),
-        ("dropout_p above 0", dropout, "scored"),
     ):
         if given:
             raise FlexCPError(

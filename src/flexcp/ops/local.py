@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ def local_attention(
     dropout = _on_global_positions(dropout, mask, q.device)
     if kernel is None and options and mask is not None and q.device.type == "cuda":
         kernel = "flex"  # tuning options of torch's own kernels are for these
+    shapes_once = lru_cache(maxsize=1)(lambda: compiled_shapes_for(mask, q, k))
     choice = choose(
         q,
         v,
@@ -123,6 +125,7 @@ def local_attention(
         is_one_rectangle=mask is None,
         kernel=kernel,
         dropout=dropout is not None,
+        mask_kind=lambda: shapes_once().kind,
     )
     if choice.kernel == "flex":
         if score_mod is not None and positions is not None:
@@ -143,7 +146,7 @@ def local_attention(
         return found
     if score_mod is not None and positions is not None:
         score_mod = on_global_positions(score_mod, *positions)
-    shapes = compiled_shapes_for(mask, q, k)
+    shapes = shapes_once()
     if choice.kernel == "reference":
         return _dense(shapes, q, k, v, score_mod, scale, sinks, dropout)
     mod = None
@@ -175,6 +178,7 @@ def local_op(
         partial=True,
         kernel=kernel,
         dropout=dropout is not None,
+        mask_kind=lambda: compiled_shapes_for(mask, q, k).kind,
     )
     return LocalAttention(
         compiled_shapes_for(mask, q, k),

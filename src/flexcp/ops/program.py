@@ -21,6 +21,7 @@ from flexcp.eager import outside_of_transforms, run_eagerly_on_cpu
 from flexcp.grid import BlockGrid
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.key_ranges import key_ranges_of
+from flexcp.kernels.mask_kinds import most_demanding
 from flexcp.kernels.shapes import shapes_from_ranges
 from flexcp.ops.gradient_program import GradientProgram, gradient_program
 from flexcp.ops.places import Places, arranged, rows_of_spans
@@ -153,6 +154,11 @@ class RankPrograms:
         """What the rank does in the forward pass."""
         with outside_of_transforms():
             return rank_program(self.schedule, self.grid, self.rank, "forward")
+
+    @property
+    def mask_kind(self) -> str:
+        """The most demanding kind of mask among the rank's rounds, in the rows that it computes."""
+        return most_demanding(w.shapes.kind for r in self.forward.rounds for w in r.work)
 
     @cached_property
     def backward(self) -> RankProgram:

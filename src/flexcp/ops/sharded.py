@@ -297,6 +297,7 @@ def _make_op(
         partial=True,
         kernel=kind.kernel,
         dropout=kind.dropout_p > 0,
+        mask_kind=lambda: programs_of(plan, mask).mask_kind,
     )
     factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
     # The op of a kind is kept with the plan, so it must not hold the plan.

@@ -2,6 +2,7 @@
 
 from flexcp.plan.cost import Cost, price
 from flexcp.plan.machine import PRESETS, Machine
+from flexcp.plan.machine_file import load_machine, save_machine
 from flexcp.plan.make import make_plan
 from flexcp.plan.mesh import Ranks
 from flexcp.plan.plan import Plan
@@ -16,6 +17,8 @@ __all__ = [
     "Plan",
     "Ranks",
     "Stats",
+    "load_machine",
     "make_plan",
     "price",
+    "save_machine",
 ]

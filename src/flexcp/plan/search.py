@@ -9,12 +9,13 @@ from functools import partial
 import torch
 
 from flexcp.errors import FlexCPError
-from flexcp.layout import Layout, area_per_rank, dealt
+from flexcp.layout import Layout, area_per_rank, contiguous, dealt
 from flexcp.layout.balance.objective import Objective
 from flexcp.layout.needed_rows import rows_in_tiles
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost, price
 from flexcp.plan.loads import LayoutLoads
+from flexcp.plan.model_work import model_seconds
 from flexcp.plan.problem import Problem, named_layout, split_groups
 from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule, make_schedule
@@ -56,11 +57,14 @@ class Candidate:
     costs: Mapping[str, Cost]
     wire: float
     """Seconds that a rank's transfers take on average, hidden or not, over all masks."""
+    beside: float = 0.0
+    """Seconds of the slowest rank, attention and the rest of the model together, beyond `compute`;
+    0 if nothing is known of the rest."""
 
     @property
     def price(self) -> float:
         """What candidates are compared by: predicted seconds, and a price on all that moves."""
-        return float(f"{self.seconds + Objective.moved * self.wire:.9g}")
+        return float(f"{self.seconds + self.beside + Objective.moved * self.wire:.9g}")
 
     @property
     def seconds(self) -> float:
@@ -124,6 +128,10 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         if found and (_is_near_bound(found) or _cannot_win(problem, found, loads, group_size)):
             continue
         found.extend(_options(problem, loads, group_size, schedule))
+    if problem.flops_per_token:
+        if schedule == "auto" and layout in ("auto", "balanced"):
+            found.extend(_shared_by_groups(problem, found))
+        return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
     group_size = min(found, key=lambda c: c.price).group_size
     if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, _EVEN):
         again = split_groups(
@@ -131,9 +139,11 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         )
         loads = LayoutLoads.of(problem, again, schedule)
         found.extend(_options(problem, loads, group_size, schedule))
-    other_layouts = layout == "auto" and not problem.flops_per_token and not _is_near_bound(found)
+    other_layouts = layout == "auto" and not _is_near_bound(found)
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
+        whole = contiguous(problem.seq_len, problem.ranks.size)  # slow links: less even, less moved
+        found.extend(_priced(problem, whole, tried, found, schedule))
         if loads.asks_for(_DENSE):
             found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
         less_local: list[Candidate] = []
@@ -149,10 +159,27 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
 
 
+def _shared_by_groups(problem: Problem, found: Sequence[Candidate]) -> list[Candidate]:
+    """Groups of ranks that share heads, each with as much attention and tokens as the others.
+
+    Within a group all ranks have the same of both; a row crosses between groups once.
+    """
+    more: list[Candidate] = []
+    for group_size in _group_sizes(problem):
+        if group_size > min(problem.machine.ranks_per_node, problem.ranks.size - 1):
+            continue
+        if _is_near_bound([*found, *more]):
+            break
+        groups = named_layout("balanced", problem, problem.ranks.size // group_size)
+        loads = LayoutLoads.of(problem, split_groups(groups, group_size), "auto", group_size)
+        more.extend(_options(problem, loads, group_size, "auto"))
+    return more
+
+
 def _is_near_bound(found: Sequence[Candidate]) -> bool:
     """Whether no other candidate can be much better than the best: nobody waits, all is even."""
     best = min(found, key=lambda c: c.price)
-    return best.price <= _NEAR * best.if_even
+    return best.price <= _NEAR * (best.compute + best.beside if best.beside else best.if_even)
 
 
 def _priced(
@@ -234,7 +261,6 @@ def _blocks_dealt_to_groups(
 
 def _splits(problem: Problem, schedule: str) -> list[int]:
     """Ranks that share heads, in the candidates to try."""
-    size, heads = problem.ranks.size, problem.shape.num_heads
     if schedule == "hybrid":
         if len(problem.ranks.shape) != 2:
             raise FlexCPError(
@@ -245,15 +271,20 @@ def _splits(problem: Problem, schedule: str) -> list[int]:
             )
         return [problem.ranks.shape[1]]
     if schedule == "ulysses":
-        return [size]
+        return [problem.ranks.size]
     if schedule != "auto" or problem.flops_per_token:  # whose rows a rank computes must not change
         return [1]
+    return [1, *_group_sizes(problem)]
+
+
+def _group_sizes(problem: Problem) -> list[int]:
+    """Ranks that may share heads: first splits that stay on a node, then others."""
+    size, heads = problem.ranks.size, problem.shape.num_heads
     if len(problem.ranks.shape) == 2:
-        return list(dict.fromkeys([1, problem.ranks.shape[1]]))
+        return [n for n in problem.ranks.shape[1:] if n > 1]
     near = min(problem.machine.ranks_per_node, size)
     splits = [n for n in range(2, min(size, heads) + 1) if size % n == 0]
-    # Splits that stay on a node come before others: if they are good, those need not be tried.
-    return [1, *sorted(splits, key=lambda n: (n > near, -n if n <= near else n))]
+    return sorted(splits, key=lambda n: (n > near, -n if n <= near else n))
 
 
 def _options(
@@ -274,12 +305,14 @@ def _options(
                 for name in problem.grids
             }
         )
+    own = model_seconds(problem, loads.layout, group_size) if problem.flops_per_token else 0.0
     return [
         Candidate(
             loads.layout,
             {n: s for n, (_, s) in row.items()},
             {n: c for n, (c, _) in row.items()},
             sum(_wire(s, problem) for _, s in row.values()),
+            max(0.0, own - sum(c.compute for c, _ in row.values())),
         )
         for row in complete
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ import flexcp
 from flexcp import Mask
 from flexcp.kernels import Partial, merge
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.reference import dense_attention, dense_mask
 from flexcp.kernels.shapes import shapes_of
 from flexcp.kernels.triton.kernel import TritonKernel
@@ -53,6 +55,7 @@ def errors(
     scale: float = 0.3,
     tuning: Tuning = SMALL,
     directions: Sequence[str] = ("forward", "merged", "backward"),
+    dropout: Dropout | None = None,
 ) -> dict[str, float]:
     """How far each result is from the oracle's in float64, in units of what is allowed."""
     s = sizes
@@ -66,16 +69,17 @@ def errors(
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     rows, keys = torch.arange(s.q_len), torch.arange(s.kv_len)
     allowed = dense_mask(mask.mask_mod, rows, keys, batch=s.batch, heads=s.heads)
-    expected = dense_attention(*exact, allowed=allowed, scale=scale)
+    expected = dense_attention(*exact, allowed=allowed, scale=scale, dropout=dropout)
     grid = flexcp.build_block_grid(mask, s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
     compiled = CompiledShapes(shapes_of(grid))
     kernel = TritonKernel(tuning)
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if "forward" in directions:
-        found = kernel.forward(*map(surrounded, (q, k, v)), compiled, scale=scale)
+        found = kernel.forward(*map(surrounded, (q, k, v)), compiled, **options)
         pairs |= {"out": (found.out, expected.out), "lse": (found.lse, expected.lse)}
     if "merged" in directions:
-        pairs |= _merged(kernel, (q, k, v), compiled, scale, expected.out, expected.lse)
+        pairs |= _merged(kernel, (q, k, v), compiled, options, expected.out, expected.lse)
     if "backward" in directions:
         grad_out = torch.randn(expected.out.shape).to(dtype)
         grad_lse = torch.randn(expected.lse.shape).masked_fill(expected.lse == -torch.inf, 0.0)
@@ -85,7 +89,7 @@ def errors(
         before = torch.randn(q.shape)
         out, lse = expected.out.detach().to(dtype), expected.lse.detach().float()
         back = kernel.backward(
-            *map(surrounded, (grad_out, q, k, v, out)), lse, compiled, scale=scale,
+            *map(surrounded, (grad_out, q, k, v, out)), lse, compiled, **options,
             grad_lse=grad_lse, grad_q=before.clone(),
         )  # fmt: skip
         pairs |= {
@@ -100,7 +104,7 @@ def _merged(
     kernel: TritonKernel,
     given: tuple[Tensor, ...],
     compiled: CompiledShapes,
-    scale: float,
+    options: Mapping[str, Any],
     out: Tensor,
     lse: Tensor,
 ) -> Mapping[str, tuple[Tensor, Tensor]]:
@@ -110,7 +114,7 @@ def _merged(
     former.out[..., ::5, :] = 0.0
     wanted = merge(former.out.double(), former.lse.double(), out.detach(), lse.detach())
     room = surrounded(former.out)
-    kernel.forward(*given, compiled, scale=scale, former=Partial(room, former.lse))
+    kernel.forward(*given, compiled, **options, former=Partial(room, former.lse))
     beyond = room._base
     assert beyond is not None
     written = int(beyond.isfinite().sum())

@@ -65,7 +65,7 @@ IN_TILE_STEPS = {
 }
 IN_BACKWARD = {
     "delta without the gradient of lse": Fault("rows_left * has_grad_lse", "0"),
-    "delta that is not subtracted": Fault("v.T, WIDEN) - delta[:, None]", "v.T, WIDEN)"),
+    "delta that is not subtracted": Fault("(grad_weights - delta[:, None])", "grad_weights"),
     "dq that is not scaled": Fault("former + sums * scale", "former + sums"),
     "dk that is not scaled": Fault("k_sums * scale", "k_sums"),
     "earlier gradients that are forgotten": Fault("former + sums", "sums"),

@@ -19,7 +19,7 @@ from kernels.triton.comparison import APART, SMALL, Sizes, assert_exact, errors
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_gives_the_oracles_results_and_gradients(name: str) -> None:
     batch = 2 if "batch" in name else 1
-    sizes = Sizes(batch=batch, q_len=103, kv_len=110)
+    sizes = Sizes(batch=batch, q_len=70, kv_len=75)
     both = ("forward", "backward")
     assert_exact(errors(MASKS[name](), sizes, tuning=INTERPRETER, directions=both))
 
@@ -27,23 +27,23 @@ def test_every_mask_gives_the_oracles_results_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("tuning", [SMALL, APART], ids=["by address", "by descriptor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_type_stays_within_its_tolerance(dtype: torch.dtype, tuning) -> None:
-    sizes = Sizes(heads=4, kv_heads=2, q_len=40, kv_len=50, dim=24, value_dim=32)
+    sizes = Sizes(heads=2, kv_heads=1, q_len=40, kv_len=50, dim=24, value_dim=32)
     assert_exact(errors(MASKS["noise"](), sizes, dtype=dtype, tuning=tuning))
 
 
 @given(st.data())
 @settings(max_examples=5, deadline=None)
 def test_any_bits_in_any_sizes_give_the_oracles_results_and_gradients(data) -> None:
-    group, kv_heads = data.draw(st.sampled_from([(1, 1), (1, 2), (3, 1), (2, 2)]))
-    length = st.integers(1, 70)
-    dim = st.sampled_from([16, 20, 33, 64])
+    group, kv_heads = data.draw(st.sampled_from([(1, 1), (1, 2), (3, 1)]))
+    length = st.integers(1, 50)
+    dim = st.sampled_from([16, 20, 33])
     sizes = Sizes(
         data.draw(st.integers(1, 2)), group * kv_heads, kv_heads, data.draw(length),
         data.draw(length), data.draw(dim), data.draw(dim),
     )  # fmt: skip
     seed = data.draw(st.integers(0, 100))
     full_below = data.draw(st.sampled_from([0, 40]))
-    bits = torch.rand(2, 6, 70, 70, generator=torch.Generator().manual_seed(seed)) > 0.5
+    bits = torch.rand(2, 3, 50, 50, generator=torch.Generator().manual_seed(seed)) > 0.5
     mask = Mask(lambda b, h, q, kv: bits[b, h, q, kv] | (kv < full_below))
     scale = data.draw(st.sampled_from([-0.3, 0.0, 0.25]))
     assert_exact(
@@ -57,8 +57,8 @@ def test_the_largest_head_dims_are_computed() -> None:
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
-    q, k, v = (torch.randn(1, 2, 90, 16) for _ in range(3))
-    shapes, kernel = CompiledShapes(causal_shapes(90)), TritonKernel(SMALL)
+    q, k, v = (torch.randn(1, 1, 70, 16) for _ in range(3))
+    shapes, kernel = CompiledShapes(causal_shapes(70)), TritonKernel(SMALL)
 
     def run() -> list[torch.Tensor]:
         found = kernel.forward(q, k, v, shapes, scale=0.25)

@@ -29,6 +29,12 @@ def test_an_unknown_architecture_gets_the_nearest_and_is_told() -> None:
         assert why[0] == f"tiles of {nearest}, the nearest to {arch} that was tuned"
 
 
+def test_gpus_with_less_shared_memory_get_smaller_tiles_where_others_would_not_fit() -> None:
+    assert str(tuning_for("sm_89", 256, 64, torch.bfloat16)[0].forward) == "64x32 w8 s2"
+    for dim, dtype in ((64, torch.float32), (128, torch.float16), (256, torch.float32)):
+        assert tuning_for("sm_89", dim, dim, dtype)[0] == tuning_for("sm_80", dim, dim, dtype)[0]
+
+
 def test_a_kernel_by_name_says_its_tiles() -> None:
     text = explain(x(), x(), kernel="triton: forward=32x16 w2 s1")
     assert "it was asked for by name" in text

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
 from flexcp import make_plan, masks
-from flexcp.plan import Plan
+from flexcp.plan import Machine, Plan, save_machine
 from flexcp.tools.report.strategies import chosen_strategy
 
 SMALL = ("--heads", 4, "--head-dim", 32)
@@ -314,3 +315,13 @@ def test_the_catalogue_is_that_of_the_library():
     assert set(CATALOGUE) == makers | {"documents"}
     for name in makers - {"document"}:
         assert CATALOGUE[name] == tuple(inspect.signature(getattr(masks, name)).parameters)
+
+
+def test_it_prices_for_a_machine_in_a_file(flexcp, tmp_path):
+    machine = replace(Machine.preset("pcie"), name="cluster 7")
+    save_machine(machine, tmp_path / "machine.json")
+    asked = ("plan", "causal", "--tokens", "4K", "--ranks", 4, "--json")
+    found = json.loads(flexcp(*asked, "--machine", tmp_path / "machine.json").out)
+    assert found["machine"]["name"] == "cluster 7"
+    refused = flexcp(*asked, "--machine", tmp_path / "other.json", code=2).err
+    assert "other.json" in refused

@@ -10,6 +10,7 @@ import triton.language as tl
 from flexcp.kernels.triton.forward import LOG2_E
 from flexcp.kernels.triton.tile_steps import (
     add_product,
+    kept_pairs,
     kernel,
     product,
     read,
@@ -65,14 +66,18 @@ def read_lse(base, rows_left, BM: tl.constexpr):
 
 @triton.jit
 def dq_step(
-    q, g, k, v, lse, delta, sums, score_scale, allowed, MASKED: tl.constexpr, WIDEN: tl.constexpr
-):
+    q, g, k, v, lse, delta, sums, score_scale, allowed, kept, keep_factor,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Adds what one key tile gives to the gradient of the queries."""
     scores = product(q, k.T, WIDEN)
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
     weights = tl.math.exp2(scores * score_scale - lse[:, None])
-    grad_scores = weights * (product(g, v.T, WIDEN) - delta[:, None])
+    grad_weights = product(g, v.T, WIDEN)
+    if DROPOUT:
+        grad_weights = tl.where(kept, grad_weights * keep_factor, 0.0)
+    grad_scores = weights * (grad_weights - delta[:, None])
     return add_product(sums, grad_scores.to(k.dtype), k, WIDEN)
 
 
@@ -80,6 +85,7 @@ def dq_step(
 def dq(
     q, k, v, grad_out, lse, delta, grad_q,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
+    row_hash, second_hash, key_hash,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
@@ -88,11 +94,13 @@ def dq(
     delta_batch: tl.int64, delta_head: tl.int64,
     dq_batch: tl.int64, dq_head: tl.int64, dq_row: tl.int64,
     plane_batch: tl.int32, plane_head: tl.int32,
+    hash_batch: tl.int64, hash_head: tl.int64, key_batch: tl.int64,
     heads: tl.int32, group: tl.int32, q_len: tl.int32, kv_len: tl.int32, tiles: tl.int32,
     has_former: tl.int32, sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
+    threshold: tl.int32, keep_factor: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    TMA: tl.constexpr, WIDEN: tl.constexpr,
+    TMA: tl.constexpr, WIDEN: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one query tile, added to what is there if `has_former`."""
     program = tl.program_id(0)
@@ -123,6 +131,13 @@ def dq(
     k_offsets = tile_offsets(k_row, UNIT, BN, D)
     v_offsets = tile_offsets(v_row, UNIT, BN, DV)
     sums = tl.zeros([BM, D], tl.float32)
+    kept = True
+    if DROPOUT:
+        at_rows = batch * hash_batch + head * hash_head + first + rows
+        row_bits = tl.load(row_hash + at_rows, mask=rows < rows_left, other=0)[:, None]
+        second_bits = tl.load(second_hash + at_rows, mask=rows < rows_left, other=0)[:, None]
+        cols = tl.arange(0, BN)
+        keys = key_hash + batch * key_batch + cols
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
         row = tl.load(full_tile + at) * BN
@@ -134,9 +149,11 @@ def dq(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
             VALUE_DIM, False, UNIT, TMA,
         )  # fmt: skip
+        if DROPOUT:
+            kept = kept_pairs(row_bits, second_bits, tl.load(keys + row)[None, :], threshold)
         sums = dq_step(
             q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, True,
-            False, WIDEN,
+            kept, keep_factor, False, DROPOUT, WIDEN,
         )  # fmt: skip
 
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
@@ -150,9 +167,12 @@ def dq(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
             VALUE_DIM, True, UNIT, TMA,
         )  # fmt: skip
+        if DROPOUT:
+            key_bits = tl.load(keys + row, mask=cols < kv_len - row, other=0)[None, :]
+            kept = kept_pairs(row_bits, second_bits, key_bits, threshold)
         sums = dq_step(
             q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, allowed,
-            True, WIDEN,
+            kept, keep_factor, True, DROPOUT, WIDEN,
         )  # fmt: skip
 
     base = tile_base(grad_q, batch, head, first, dq_batch, dq_head, dq_row, OUT_UNIT)
@@ -163,8 +183,9 @@ def dq(
 
 @triton.jit
 def dkdv_step(
-    q, g, k, v, lse, delta, k_sums, v_sums, score_scale, allowed,
-    MASKED: tl.constexpr, DK: tl.constexpr, DV_WANTED: tl.constexpr, WIDEN: tl.constexpr,
+    q, g, k, v, lse, delta, k_sums, v_sums, score_scale, allowed, kept, keep_factor,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, DK: tl.constexpr, DV_WANTED: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Adds what one query tile gives to the gradients of the keys and values."""
     scores = product(k, q.T, WIDEN)
@@ -172,9 +193,15 @@ def dkdv_step(
         scores = tl.where(allowed, scores, float("-inf"))
     weights = tl.math.exp2(scores * score_scale - lse[None, :])
     if DV_WANTED:
-        v_sums = add_product(v_sums, weights.to(g.dtype), g, WIDEN)
+        of_values = weights
+        if DROPOUT:
+            of_values = tl.where(kept, weights * keep_factor, 0.0)
+        v_sums = add_product(v_sums, of_values.to(g.dtype), g, WIDEN)
     if DK:
-        grad_scores = weights * (product(v, g.T, WIDEN) - delta[None, :])
+        grad_weights = product(v, g.T, WIDEN)
+        if DROPOUT:
+            grad_weights = tl.where(kept, grad_weights * keep_factor, 0.0)
+        grad_scores = weights * (grad_weights - delta[None, :])
         k_sums = add_product(k_sums, grad_scores.to(q.dtype), q, WIDEN)
     return k_sums, v_sums
 
@@ -183,6 +210,7 @@ def dkdv_step(
 def dkdv(
     q, k, v, grad_out, lse, delta, grad_k, grad_v,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
+    row_hash, second_hash, key_hash,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
@@ -192,11 +220,14 @@ def dkdv(
     dk_batch: tl.int64, dk_head: tl.int64, dk_row: tl.int64,
     dv_batch: tl.int64, dv_head: tl.int64, dv_row: tl.int64,
     plane_batch: tl.int32, plane_head: tl.int32,
+    hash_batch: tl.int64, hash_head: tl.int64, key_batch: tl.int64,
     kv_heads: tl.int32, group: tl.int32, q_len: tl.int32, kv_len: tl.int32, tiles: tl.int32,
     sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
+    threshold: tl.int32, keep_factor: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
     DK: tl.constexpr, DV_WANTED: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one key tile, over the query tiles of all heads that share it.
 
@@ -226,6 +257,12 @@ def dkdv(
     rows = tl.arange(0, BM)
     k_sums = tl.zeros([BN, D], tl.float32)
     v_sums = tl.zeros([BN, DV], tl.float32)
+    kept = True
+    if DROPOUT:
+        cols = tl.arange(0, BN)
+        key_bits = tl.load(
+            key_hash + batch * key_batch + first + cols, mask=cols < rows_left, other=0
+        )[:, None]
 
     for member in tl.range(0, group):
         head = kv_head * group + member
@@ -233,6 +270,7 @@ def dkdv(
         line = plane * tiles + tile
         head_lse = lse + batch * lse_batch + head * lse_head
         head_delta = delta + batch * delta_batch + head * delta_head
+        head_rows = batch * hash_batch + head * hash_head + rows
 
         for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
             row = tl.load(full_tile + at) * BM
@@ -246,9 +284,13 @@ def dkdv(
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, BM, BM)
             row_delta = tl.load(head_delta + row + rows)
+            if DROPOUT:
+                row_bits = tl.load(row_hash + head_rows + row)[None, :]
+                second_bits = tl.load(second_hash + head_rows + row)[None, :]
+                kept = kept_pairs(row_bits, second_bits, key_bits, threshold)
             k_sums, v_sums = dkdv_step(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
-                True, False, DK, DV_WANTED, WIDEN,
+                True, kept, keep_factor, False, DROPOUT, DK, DV_WANTED, WIDEN,
             )  # fmt: skip
 
         for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
@@ -264,9 +306,14 @@ def dkdv(
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, q_len - row, BM)
             row_delta = tl.load(head_delta + row + rows, mask=rows < q_len - row, other=0.0)
+            if DROPOUT:
+                inside = rows < q_len - row
+                row_bits = tl.load(row_hash + head_rows + row, mask=inside, other=0)[None, :]
+                second_bits = tl.load(second_hash + head_rows + row, mask=inside, other=0)[None, :]
+                kept = kept_pairs(row_bits, second_bits, key_bits, threshold)
             k_sums, v_sums = dkdv_step(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
-                allowed, True, DK, DV_WANTED, WIDEN,
+                allowed, kept, keep_factor, True, DROPOUT, DK, DV_WANTED, WIDEN,
             )  # fmt: skip
 
     if DK:

@@ -26,7 +26,7 @@ from flexcp.kernels.interface import Partial, causal_shapes
 from flexcp.kernels.triton import kernel as launches
 from flexcp.kernels.triton.available import kernels, refuses, require_triton
 from flexcp.kernels.triton.launch import Launch
-from flexcp.kernels.triton.tuning import ARCHITECTURES, Tuning, tuning_for
+from flexcp.kernels.triton.tuning import LESS_SHARED, Tuning, tuning_for
 
 _TYPES = {
     torch.float32: "fp32",
@@ -35,7 +35,10 @@ _TYPES = {
     torch.int32: "i32",
 }
 _MATRIX_OPS = re.compile(r"\b(?:HMMA|HGMMA|UTC\w*MMA|v_mfma_\w+)")
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_LIMIT = {
+    "sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536,
+    **dict.fromkeys(LESS_SHARED, 101_376),
+}  # fmt: skip
 """Bytes of shared memory that one program may have."""
 
 
@@ -115,16 +118,23 @@ def names_of(tuning: Tuning) -> tuple[str, ...]:
 
 
 def machine_code(
-    arch: str, name: str, head_dim: int, dtype: torch.dtype, tuning: Tuning | None = None
+    arch: str,
+    name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    tuning: Tuning | None = None,
+    *,
+    value_dim: int | None = None,
 ) -> MachineCode:
-    """One kernel, compiled in this process."""
+    """One kernel, compiled in this process; values have the same head dim if none is given."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     _require_known(arch)
-    tuning = tuning_for(arch, head_dim, head_dim, dtype)[0] if tuning is None else tuning
-    launch = dict(_launches(head_dim, dtype, tuning))[name]
+    value_dim = value_dim or head_dim
+    tuning = tuning_for(arch, head_dim, value_dim, dtype)[0] if tuning is None else tuning
+    launch = dict(_launches(head_dim, value_dim, dtype, tuning))[name]
     forward, backward = kernels()
     function = getattr(forward if name == "forward" else backward, launch.kernel)
     signature, constants = _signature(function, launch)
@@ -144,26 +154,28 @@ def machine_code(
     return MachineCode(text, compiled.asm["ttgir"], report)
 
 
-def _launches(dim: int, dtype: torch.dtype, tuning: Tuning) -> Iterator[tuple[str, Launch]]:
+def _launches(
+    dim: int, value_dim: int, dtype: torch.dtype, tuning: Tuning
+) -> Iterator[tuple[str, Launch]]:
     """The launches of a small call, by the names of the kernels."""
-    q = torch.zeros(1, 2, 128, dim, dtype=dtype)
-    out = torch.zeros(q.shape)
+    q, v = (torch.zeros(1, 2, 128, d, dtype=dtype) for d in (dim, value_dim))
+    dq, out = q.float(), v.float()
     lse = out[..., 0].contiguous()
     shapes = CompiledShapes(causal_shapes(128))
     yield (
         "forward",
-        launches.forward_launch(q, q, q, Partial(out, lse), shapes, 1.0, tuning.forward, False),
+        launches.forward_launch(q, q, v, Partial(out, lse), shapes, 1.0, tuning.forward, False),
     )
-    yield "prep", launches.prep_launch(q, q, None, lse)
-    given = (q, q, q, q, lse, lse)
-    yield "dq", launches.dq_launch(*given, out, shapes, 1.0, tuning.dq, False)
+    yield "prep", launches.prep_launch(v, v, None, lse)
+    given = (v, q, q, v, lse, lse)
+    yield "dq", launches.dq_launch(*given, dq, shapes, 1.0, tuning.dq, False)
     apart = tuning.dv is not None
     for name, config, wanted in (
         ("dk" if apart else "dkdv", tuning.dkdv, {"DK": True, "DV_WANTED": not apart}),
         ("dv", tuning.dv, {"DK": False, "DV_WANTED": True}),
     ):
         if config is not None:
-            yield name, launches.dkdv_launch(*given, out, out, shapes, 1.0, config, wanted)
+            yield name, launches.dkdv_launch(*given, dq, out, shapes, 1.0, config, wanted)
 
 
 def _signature(function: Any, launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
@@ -216,9 +228,9 @@ def _read_amd(compiled: Any) -> tuple[str, int, int]:
 
 
 def _require_known(arch: str) -> None:
-    if arch not in ARCHITECTURES:
+    if arch not in SHARED_LIMIT:
         raise FlexCPError(
-            f"an architecture among {', '.join(ARCHITECTURES)}",
+            f"an architecture among {', '.join(SHARED_LIMIT)}",
             repr(arch),
             "name the one that is most like yours",
         )

@@ -57,7 +57,6 @@ class TritonKernel:
         """The partial result over the pairs of `compiled`, merged into `former` if given."""
         assert score_mod is None
         assert not max_scores
-        assert dropout is None
         if former is None:
             out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -65,8 +64,9 @@ class TritonKernel:
         else:
             former_or_new = former
         launch = forward_launch(
-            q, k, v, former_or_new, compiled, scale, self.tuning.forward, former is not None
-        )
+            q, k, v, former_or_new, compiled, scale, self.tuning.forward, former is not None,
+            dropout,
+        )  # fmt: skip
         launch.run(kernels()[0].forward)
         return former_or_new
 
@@ -96,7 +96,6 @@ class TritonKernel:
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
         assert score_mod is None
-        assert dropout is None
         if delta is None:
             delta = self.delta(grad_out, out, grad_lse)
         function = kernels()[1]
@@ -104,11 +103,13 @@ class TritonKernel:
         if found_q is None:
             found_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         given = (grad_out, q, k, v, lse, delta)
-        dq = dq_launch(*given, found_q, compiled, scale, self.tuning.dq, grad_q is not None)
+        dq = dq_launch(
+            *given, found_q, compiled, scale, self.tuning.dq, grad_q is not None, dropout
+        )
         dq.run(function.dq)
         found_k, found_v = _side_by_side(k, v) if grad_kv is None else grad_kv
         for config, wanted in self._key_launches():
-            launch = dkdv_launch(*given, found_k, found_v, compiled, scale, config, wanted)
+            launch = dkdv_launch(*given, found_k, found_v, compiled, scale, config, wanted, dropout)
             launch.run(function.dkdv)
         return PartialGradients(found_q, found_k, found_v)
 
@@ -138,6 +139,7 @@ def forward_launch(
     scale: float,
     config: TileConfig,
     has_former: bool,
+    dropout: Dropout | None = None,
 ) -> Launch:
     """The launch that writes `result`."""
     q, k, v = (readable(x, max(config.rows, config.cols)) for x in (q, k, v))
@@ -146,6 +148,7 @@ def forward_launch(
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": result.out, "lse": result.lse,
         **mask_arguments(lists), **score_arguments(scale),
+        **_dropout_arguments(dropout, compiled, q, lists.order),
         **strides("q", q, unit), **strides("k", k, unit), **strides("v", v, unit),
         **strides("out", result.out, out_unit), **row_strides("lse", result.lse),
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
@@ -186,6 +189,7 @@ def dq_launch(
     scale: float,
     config: TileConfig,
     has_former: bool,
+    dropout: Dropout | None = None,
 ) -> Launch:
     """The launch that writes or adds to `grad_q`."""
     lse, delta = _in_rows(lse), _in_rows(delta)
@@ -197,6 +201,7 @@ def dq_launch(
         **_backward_inputs(grad_out, q, k, v, lse, delta, unit),
         "grad_q": grad_q, **strides("dq", grad_q, out_unit),
         **mask_arguments(lists), **score_arguments(scale), "scale": scale,
+        **_dropout_arguments(dropout, compiled, q, lists.order),
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
     }  # fmt: skip
@@ -217,6 +222,7 @@ def dkdv_launch(
     scale: float,
     config: TileConfig,
     wanted: Mapping[str, bool],
+    dropout: Dropout | None = None,
 ) -> Launch:
     """The launch that writes `grad_k`, `grad_v` or both, as `wanted` says."""
     lse, delta = _in_rows(lse), _in_rows(delta)
@@ -229,12 +235,34 @@ def dkdv_launch(
         "grad_k": grad_k, **strides("dk", grad_k, out_unit),
         "grad_v": grad_v, **strides("dv", grad_v, out_unit),
         **mask_arguments(lists), **score_arguments(scale), "scale": scale,
+        **_dropout_arguments(dropout, compiled, q, lists.order),
         **_sizes(q, k), "kv_heads": k.shape[1],
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
         **wanted,
     }  # fmt: skip
     arguments |= described(arguments, ("q", "grad_out"), config.rows, unit, config)
     return Launch("dkdv", lists.lines * k.shape[0] * k.shape[1], arguments, config)
+
+
+def _dropout_arguments(
+    dropout: Dropout | None, compiled: CompiledShapes, q: Tensor, unread: Tensor
+) -> dict[str, Any]:
+    """The hashes of rows and keys, as kernels get them; without dropout they are not read."""
+    if dropout is None:
+        return {
+            "row_hash": unread, "second_hash": unread, "key_hash": unread,
+            "hash_batch": 0, "hash_head": 0, "key_batch": 0, "threshold": 0, "keep_factor": 1.0,
+            "DROPOUT": False,
+        }  # fmt: skip
+    row, second, key = dropout.hashes_of(
+        q.shape[0], q.shape[1], *(compiled.positions(side, q.device) for side in ("q", "kv"))
+    )
+    return {
+        "row_hash": row, "second_hash": second, "key_hash": key,
+        "hash_batch": row.stride(0), "hash_head": row.stride(1),
+        "key_batch": key.stride(0) if key.shape[0] > 1 else 0,
+        "threshold": dropout.threshold, "keep_factor": dropout.factor, "DROPOUT": True,
+    }  # fmt: skip
 
 
 def _backward_inputs(

@@ -107,6 +107,17 @@ def read_bits(patterns, pattern, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def kept_pairs(row, second, key, threshold):
+    """Which weights dropout keeps, from the hashes of rows and keys that broadcast.
+
+    Written out in `flexcp.kernels.dropout`: the same bits as on a CPU.
+    """
+    x = row * key
+    x = (x ^ (x >> 15)) * second
+    return x >= threshold
+
+
+@triton.jit
 def product(a, b, WIDEN: tl.constexpr):
     """The matrix product in float32, never by tf32.
 

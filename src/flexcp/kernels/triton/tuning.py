@@ -1,14 +1,14 @@
 """The tuning table: tiles, warps and stages by architecture, head dim, type and Triton version.
 
-Every entry was compiled for its architecture: at head dims 64 and 128 none of them spills
-registers, and all fit the shared memory. Which is fastest only hardware can tell; a user names
+Every entry was compiled for its architecture: none of them spills registers, and all fit the shared
+memory. Which is fastest only hardware can tell; a user names
 others in the kernel's name: `kernel="triton: forward=128x64 w8 s3"`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -53,15 +53,6 @@ class Tuning:
         return ", ".join(f"{name}={x}" for name, x in named if isinstance(x, TileConfig))
 
 
-def _tuning(forward: str, dq: str, dkdv: str, dv: str | None = None) -> Tuning:
-    return Tuning(
-        parse_tile(forward),
-        parse_tile(dq),
-        parse_tile(dkdv),
-        None if dv is None else parse_tile(dv),
-    )
-
-
 _TILE = re.compile(r"(\d+)x(\d+)\s*w(\d+)\s*s(\d+)(\s*tma)?")
 
 
@@ -83,39 +74,57 @@ def parse_tile(text: str) -> TileConfig:
     return TileConfig(rows, cols, warps, stages, found[5] is not None)
 
 
-INTERPRETER = _tuning("64x64 w4 s1", "64x64 w4 s1", "64x64 w4 s1")
+def _tuning(tiles: str) -> Tuning:
+    """What a line of the table says: forward, dq, dkdv; or forward, dq, dk and dv."""
+    forward, dq, dkdv, *dv = (parse_tile(tile) for tile in tiles.split("|"))
+    return Tuning(forward, dq, dkdv, dv[0] if dv else None)
 
-# fmt: off
-TABLE: Mapping[tuple[str, str, int], Tuning] = {
-    ("sm_80", "half", 64): _tuning("128x64 w4 s3", "128x32 w8 s2", "64x128 w8 s2"),
-    ("sm_80", "half", 128): _tuning("128x64 w8 s3", "64x64 w8 s2", "64x64 w8 s2"),
-    ("sm_80", "half", 256): _tuning("64x64 w8 s2", "64x32 w8 s2", "32x32 w8 s2"),
-    ("sm_80", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "32x32 w4 s2"),
-    ("sm_80", "single", 128): _tuning("32x32 w8 s2", "32x32 w8 s2", "16x32 w8 s2"),
-    ("sm_80", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
-    ("sm_90", "half", 64): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "64x128 w8 s2 tma"),
-    ("sm_90", "half", 128): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "32x128 w8 s2 tma"),
-    ("sm_90", "half", 256): _tuning("128x64 w8 s2 tma", "64x32 w8 s2", "32x32 w8 s2 tma"),
-    ("sm_90", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "16x32 w8 s2"),
-    ("sm_90", "single", 128): _tuning("16x32 w8 s2", "16x32 w8 s2", "16x32 w8 s2"),
-    ("sm_90", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
-    ("sm_100", "half", 64): _tuning("128x128 w8 s2 tma", "128x128 w8 s2", "64x128 w8 s2 tma"),
-    ("sm_100", "half", 128): _tuning("128x128 w8 s2 tma", "128x64 w8 s2", "64x128 w8 s1 tma"),
-    ("sm_100", "half", 256): _tuning(
-        "128x64 w8 s2 tma", "64x64 w8 s1", "64x128 w8 s1 tma", "64x128 w8 s1 tma"
-    ),
-    ("sm_100", "single", 64): _tuning("32x32 w4 s2", "32x32 w8 s2", "16x32 w8 s2"),
-    ("sm_100", "single", 128): _tuning("16x32 w8 s2", "16x32 w8 s2", "16x32 w8 s2"),
-    ("sm_100", "single", 256): _tuning("16x16 w8 s2", "16x16 w8 s2", "16x16 w8 s2"),
-    ("gfx942", "half", 64): _tuning("128x64 w4 s1", "64x64 w4 s1", "64x64 w4 s1"),
-    ("gfx942", "half", 128): _tuning("128x64 w4 s1", "64x32 w4 s1", "32x32 w4 s1"),
-    ("gfx942", "half", 256): _tuning("64x32 w4 s1", "32x32 w4 s1", "16x32 w4 s1"),
-    ("gfx942", "single", 64): _tuning("64x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
-    ("gfx942", "single", 128): _tuning("32x32 w4 s1", "32x32 w4 s1", "32x32 w4 s1"),
-    ("gfx942", "single", 256): _tuning("32x16 w4 s1", "16x16 w4 s1", "16x16 w4 s1"),
-}
-# fmt: on
+
+def _table(text: str) -> Iterator[tuple[tuple[str, str, int], Tuning]]:
+    for line in text.strip().splitlines():
+        arch, kind, dim, tiles = line.split(maxsplit=3)
+        yield (arch, kind, int(dim)), _tuning(tiles)
+
+
+INTERPRETER = _tuning("64x64 w4 s1 | 64x64 w4 s1 | 64x64 w4 s1")
+
+TABLE: Mapping[tuple[str, str, int], Tuning] = dict(
+    _table("""
+sm_80  half   64  128x64 w4 s3      | 128x32 w8 s2    | 64x128 w8 s2
+sm_80  half   128 128x64 w8 s3      | 64x64 w8 s2     | 64x64 w8 s2
+sm_80  half   256 64x64 w8 s2       | 64x32 w8 s2     | 32x32 w8 s2
+sm_80  single 64  32x32 w4 s2       | 32x32 w8 s2     | 32x32 w4 s2
+sm_80  single 128 32x32 w8 s2       | 32x32 w8 s2     | 16x32 w8 s2
+sm_80  single 256 16x16 w8 s2       | 16x16 w8 s2     | 16x16 w8 s2
+sm_90  half   64  128x128 w8 s2 tma | 128x64 w8 s2    | 64x128 w8 s2 tma
+sm_90  half   128 128x128 w8 s2 tma | 128x64 w8 s2    | 32x128 w8 s2 tma
+sm_90  half   256 128x64 w8 s2 tma  | 64x32 w8 s2     | 32x32 w8 s2 tma
+sm_90  single 64  32x32 w4 s2       | 32x32 w8 s2     | 16x32 w8 s2
+sm_90  single 128 16x32 w8 s2       | 16x32 w8 s2     | 16x32 w8 s2
+sm_90  single 256 16x16 w8 s2       | 16x16 w8 s2     | 16x16 w8 s1
+sm_100 half   64  128x128 w8 s2 tma | 128x128 w8 s2   | 64x128 w8 s2 tma
+sm_100 half   128 128x128 w8 s2 tma | 128x64 w8 s2    | 64x128 w8 s1 tma
+sm_100 half   256 128x64 w8 s2 tma  | 64x64 w8 s1 tma | 64x64 w8 s1 tma | 64x128 w8 s1 tma
+sm_100 single 64  32x32 w4 s2       | 32x32 w8 s2     | 16x32 w8 s2
+sm_100 single 128 16x32 w8 s2       | 16x32 w8 s2     | 16x32 w8 s2
+sm_100 single 256 16x16 w8 s2       | 16x16 w8 s2     | 16x16 w8 s1
+gfx942 half   64  128x64 w4 s1      | 64x64 w4 s1     | 64x64 w4 s1
+gfx942 half   128 128x64 w4 s1      | 64x32 w4 s1     | 32x32 w4 s1
+gfx942 half   256 64x32 w4 s1       | 32x32 w4 s1     | 16x32 w4 s1
+gfx942 single 64  64x32 w4 s1       | 32x32 w4 s1     | 32x32 w4 s1
+gfx942 single 128 32x32 w4 s1       | 32x32 w4 s1     | 32x32 w4 s1
+gfx942 single 256 32x16 w4 s1       | 16x16 w4 s1     | 16x16 w4 s1
+""")
+)
 """By architecture, type ("half" or "single") and largest head dim; for Triton 3.9."""
+
+LESS_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")
+"""Architectures with the matrix instructions of sm_80, and 99 KB of shared memory for a program."""
+_WITH_LESS_SHARED = {
+    ("half", 64): _tuning("128x64 w8 s3 | 128x32 w8 s2 | 32x64 w8 s2"),
+    ("half", 256): _tuning("64x32 w8 s2 | 32x32 w8 s2 | 32x32 w8 s2"),
+}
+"""What does not fit there otherwise, or spills on sm_120."""
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What the table has entries for."""
@@ -166,6 +175,8 @@ def tuning_for(
         kind = "single" if dtype == torch.float32 else "half"
         size = next((n for n in _HEAD_DIMS if n >= max(head_dim, value_dim)), _HEAD_DIMS[-1])
         found = TABLE[known, kind, size]
+        if arch in LESS_SHARED:
+            found = _WITH_LESS_SHARED.get((kind, size), found)
     found = replace(found, arch=known)
     if wishes:
         named: dict[str, Any] = dict(_wish(part) for part in wishes.split(","))

@@ -24,6 +24,7 @@ from flexcp.tools.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from flexcp.plan import Machine
     from flexcp.tools.report import Strategy
 
 
@@ -51,8 +52,9 @@ def plan(
     machine: Annotated[
         str,
         typer.Option(
-            help="What to price it for: cpu-gloo, h100-nvlink, h100-ib, pcie, or measure for "
-            "this computer."
+            help="What to price it for: cpu-gloo, h100-nvlink, h100-ib, pcie, a file that "
+            "`flexcp doctor` has written, or measure for this computer.",
+            metavar="NAME|FILE",
         ),
     ] = "h100-ib",
     layout: Annotated[
@@ -95,7 +97,7 @@ def plan(
     require_ending(svg, ".svg")
     require_groups(schedule, ranks)
     masks, length, notes = read_masks(mask, named or [], tokens)
-    from flexcp.plan import Machine, make_plan
+    from flexcp.plan import make_plan
     from flexcp.tools.cli.dtypes import dtype_of
     from flexcp.tools.report.strategies import strategies
 
@@ -111,7 +113,7 @@ def plan(
         head_dim=head_dim,
         dtype=dtype_of(dtype),
         batch=batch,
-        machine=Machine.measure() if machine == "measure" else machine,
+        machine=_machine(machine),
     )
     if check:
         made.check()
@@ -138,6 +140,17 @@ def plan(
     for path in (html, svg, save):
         if path is not None:
             note(f"written: {path}")
+
+
+def _machine(text: str) -> Machine:
+    """A preset, this computer, or a file: what ends in .json, or has a folder in its name."""
+    from flexcp.plan import Machine, load_machine
+
+    if text == "measure":
+        return Machine.measure()
+    if text.endswith(".json") or "/" in text:
+        return load_machine(text)
+    return Machine.preset(text)
 
 
 def _write_html(found: list[Strategy], path: Path, title: str, notes: tuple[str, ...]) -> None:

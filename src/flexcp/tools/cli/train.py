@@ -134,8 +134,9 @@ def train(
     never stopped. Within torchrun or a cluster that sets RANK and WORLD_SIZE, it joins the ranks
     there.
     """
+    from flexcp.tools.launch import started_by_a_launcher
     from flexcp.tools.train import TrainConfig
-    from flexcp.tools.train.launch import launch, started_by_a_launcher
+    from flexcp.tools.train.launch import launch
 
     require_groups(schedule, ranks)
     groups, head_ranks = ranks if isinstance(ranks, tuple) else (ranks, 1)

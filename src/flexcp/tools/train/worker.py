@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexcp.errors import FlexCPError
 from flexcp.testing.processes import is_consequence
+from flexcp.tools.launch import follow_the_launcher
 from flexcp.tools.train.config import TrainConfig
 from flexcp.tools.train.events import Event, Failed, Finished, Listener, to_line
 from flexcp.tools.train.loop import require_device, train
@@ -83,19 +84,10 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _follow_the_launcher(stop: threading.Event) -> None:
-    """A byte on stdin asks to stop. Its end says that the launcher is gone: so must this rank."""
-    if os.read(0, 1):
-        stop.set()
-        while os.read(0, 1):
-            pass
-    os._exit(1)
-
-
 def main() -> None:
     """Reads the settings from the command line, and trains."""
     with stop_on_signals() as stop:
-        threading.Thread(target=_follow_the_launcher, args=(stop,), daemon=True).start()
+        threading.Thread(target=follow_the_launcher, args=(stop,), daemon=True).start()
         try:
             train_on_ranks(TrainConfig.from_json(sys.argv[1]), listen=_say, should_stop=stop.is_set)
         except Exception as error:

@@ -1,0 +1,188 @@
+"""Exactness: a kernel's results and gradients against float64, and against its own, repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+from flexcp.kernels.reference import dense_attention, dense_mask
+from flexcp.ops import flex_attention
+from flexcp.testing.tolerance import relative_error, tolerance
+from flexcp.tools.doctor.budget import Budget, Deadline
+from flexcp.tools.doctor.cases import AttentionCase, Inputs, cases, inputs, needs, refusal
+from flexcp.tools.doctor.findings import Finding
+
+RESULTS = ("out", "lse", "dq", "dk", "dv", "d of what the score function captures")
+"""What a call gives, in this order."""
+
+_REPORT = "don't train with it; please report it with the report's files"
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle:
+    """What every case should give, computed once in float64 by the definition."""
+
+    budget: Budget
+    device: torch.device
+    _kept: dict[tuple[str, torch.dtype], tuple[Tensor, ...]]
+
+    @classmethod
+    def of(cls, budget: Budget, device: torch.device) -> Oracle:
+        """For the cases of a budget."""
+        return cls(budget, device, {})
+
+    def inputs(self, dtype: torch.dtype) -> Inputs:
+        """Two query heads to each key head, if the heads allow it."""
+        b = self.budget
+        kv_heads = b.heads // 2 if b.heads % 2 == 0 else b.heads
+        return inputs(b.tokens, b.heads, kv_heads, b.head_dim, dtype, self.device)
+
+    def expected(self, case: AttentionCase, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Results and gradients, from inputs that were rounded to `dtype`."""
+        key = (case.name, dtype)
+        if key not in self._kept:
+            self._kept[key] = _by_definition(case, self.inputs(dtype))
+        return self._kept[key]
+
+
+def exactness(
+    kernel: str,
+    dtype: torch.dtype,
+    oracle: Oracle,
+    deadline: Deadline,
+    *,
+    repeats: int | None = None,
+) -> Finding:
+    """Whether a kernel is right in all cases, and gives the same bits in all repeats."""
+    name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
+    budget, given = oracle.budget, oracle.inputs(dtype)
+    every = cases(budget.tokens, budget.heads, oracle.device)
+    wanted = budget.repeats if repeats is None else repeats
+    rows: list[dict[str, Any]] = []
+    for i, case in enumerate(every):
+        why_not = refusal(kernel, case, given)
+        if why_not is not None:
+            rows.append({"case": case.name, "outcome": "not run", "why": why_not})
+        elif not deadline.left:
+            rows.append({"case": case.name, "outcome": "not run", "why": "the time was up"})
+        else:
+            own = deadline.share(1 / (len(every) - i))
+            rows.append(_compare(kernel, case, oracle, dtype, given, own, wanted))
+    return _summed_up(name, tolerance(dtype), wanted, rows)
+
+
+def runs_here(kernel: str, dtype: torch.dtype, oracle: Oracle) -> bool:
+    """Whether a kernel takes any case on the device at hand."""
+    given, b = oracle.inputs(dtype), oracle.budget
+    every = cases(b.tokens, b.heads, oracle.device)
+    return any(refusal(kernel, case, given) is None for case in every)
+
+
+def call(kernel: str | None, case: AttentionCase, given: Inputs) -> tuple[Tensor, ...]:
+    """Results and gradients of one call, as `RESULTS` names them."""
+    found = flex_attention(
+        *given.qkv,
+        case.score_mod,
+        case.mask,
+        enable_gqa=True,
+        return_lse=True,
+        kernel_options=None if kernel is None else {"kernel": kernel},
+    )
+    out, lse = found
+    assert isinstance(lse, Tensor)
+    leaves = (*given.qkv, *case.captured)
+    grads = torch.autograd.grad((out, lse), leaves, (given.grad_out, given.grad_lse))
+    return out.detach(), lse.detach(), *grads
+
+
+def _compare(
+    kernel: str,
+    case: AttentionCase,
+    oracle: Oracle,
+    dtype: torch.dtype,
+    given: Inputs,
+    deadline: Deadline,
+    repeats: int,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": case.name, "outcome": "passed"}
+    try:
+        found = call(kernel, case, given)
+        errors = {
+            what: relative_error(actual, expected)
+            for what, actual, expected in zip(
+                RESULTS, found, oracle.expected(case, dtype), strict=False
+            )
+        }
+        worst = max(errors, key=lambda what: errors[what])
+        row |= {"error": errors[worst], "in": worst, "allowed": tolerance(dtype)}
+        if not errors[worst] <= tolerance(dtype):
+            return row | {"outcome": "failed", "why": f"{worst} is off by {errors[worst]:.1e}"}
+        # torch adds up gradients of what its compiled kernels look up, in no order
+        results = 5 if kernel == "flex" else len(found)
+        again = lambda: call(kernel, case, given)[:results]  # noqa: E731
+        done, different = _repeat(again, found[:results], repeats, deadline)
+    except FlexCPError as error:  # of a mask that the kernel can't express
+        return row | {"outcome": "not run", "why": needs(error)}
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        return row | {"outcome": "failed", "why": f"it raised {told}"}
+    row["repeats"] = done
+    if different is not None:
+        why = f"{RESULTS[different]} differs between two calls with the same tensors"
+        return row | {"outcome": "failed", "why": why}
+    return row
+
+
+def _repeat(
+    again: Callable[[], tuple[Tensor, ...]],
+    first: tuple[Tensor, ...],
+    repeats: int,
+    deadline: Deadline,
+) -> tuple[int, int | None]:
+    """How often it was called, and which result differed, if one did."""
+    for done in range(1, repeats):
+        if not deadline.left:
+            return done, None
+        for which, (x, y) in enumerate(zip(again(), first, strict=True)):
+            if not torch.equal(x, y):
+                return done + 1, which
+    return repeats, None
+
+
+def _summed_up(name: str, allowed: float, repeats: int, rows: list[dict[str, Any]]) -> Finding:
+    ran = [row for row in rows if row["outcome"] != "not run"]
+    wrong = [row for row in ran if row["outcome"] == "failed"]
+    if not ran:
+        return Finding("kernels", name, "not run", rows[0]["why"], rows=tuple(rows))
+    if wrong:
+        told = "; ".join(f"{row['case']}: {row['why']}" for row in wrong)
+        kernel = name.partition(",")[0]
+        fix = f"{_REPORT}, and name another kernel than {kernel!r} (flexcp.kernels.KERNELS)"
+        return Finding("kernels", name, "failed", told, fix, rows=tuple(rows))
+    worst = max(row["error"] for row in ran)
+    said = f"{len(ran)} kinds of calls within {worst:.1e} of float64 ({allowed:.1e} allowed)"
+    fewest = min(row["repeats"] for row in ran)
+    said += f", the same bits in {fewest} repeats"
+    said += f" (of {repeats}: the time was up)" if fewest < repeats else ""
+    left_out = [f"{row['case']} ({row['why']})" for row in rows if row["outcome"] == "not run"]
+    said += f"; not run: {', '.join(left_out)}" if left_out else ""
+    return Finding("kernels", name, "passed", said, rows=tuple(rows))
+
+
+def _by_definition(case: AttentionCase, given: Inputs) -> tuple[Tensor, ...]:
+    q, k, v = (x.detach().double().requires_grad_() for x in given.qkv)
+    positions = torch.arange(q.shape[2], device=q.device)
+    allowed = None
+    if case.mask is not None:
+        allowed = dense_mask(case.mask.mask_mod, positions, positions, batch=1, heads=1)
+    found = dense_attention(q, k, v, allowed=allowed, score_mod=case.score_mod)
+    leaves = (q, k, v, *case.captured)
+    grads = torch.autograd.grad(
+        (found.out, found.lse), leaves, (given.grad_out.double(), given.grad_lse.double())
+    )
+    return found.out.detach(), found.lse.detach(), *grads
