@@ -299,3 +299,24 @@ def test_the_bytes_that_a_plan_promises_are_the_bytes_that_come(schedule, dtype)
         # An all-gather pads all parts to the longest; what a plan promises are rows.
         promised += padding if schedule == "allgather" else 0
         assert received == promised
+
+
+@pytest.mark.parametrize("schedule", ["exchange", "ulysses"])
+def test_keys_of_one_batch_element_serve_all_as_on_one_device(schedule):
+    q = torch.randn(3, 4, 40, 8, dtype=torch.float64)
+    k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(2))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = flexcp.flex_attention(*whole, block_mask=masks.causal(), enable_gqa=True)
+    wanted = [out, *torch.autograd.grad(out.square().sum(), whole)]
+
+    def rank(mesh):
+        plan = flexcp.make_plan(
+            masks.causal(), 40, mesh, num_heads=4, num_kv_heads=2, batch=3, schedule=schedule
+        )
+        own = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
+        out = flexcp.attention(*own, plan)
+        return [plan.unshard(x, 2) for x in (out, *torch.autograd.grad(out.square().sum(), own))]
+
+    for found in testing.simulate(rank, 2):
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y)

@@ -160,7 +160,8 @@ def attention(
 
     Args:
         q: [B, H, L, D], the rows of `plan.positions()`.
-        k: [B, G, L, D], of the same rows; H must be a multiple of G.
+        k: [B, G, L, D], of the same rows; H must be a multiple of G. A batch size of 1 is shared by
+            all batch elements.
         v: [B, G, L, Dv], of the same rows.
         plan: What `make_plan` returned, with a mesh.
         mask: The name of the mask, if the plan was made for several.
@@ -253,6 +254,8 @@ def _checked(
     check_tensors(q, k, v, True)
     if sinks is not None:
         check_sinks(sinks, q)
+    if k.shape[0] != q.shape[0]:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     return q, k, v
 
 

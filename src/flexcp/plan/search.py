@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -335,7 +335,7 @@ def _schedules(
     problem: Problem, loads: LayoutLoads, mask: str, group_size: int, schedule: str, few: bool
 ) -> Iterator[Schedule]:
     layout, groups = loads.layout, problem.ranks.size // group_size
-    make = partial(
+    make: Callable[..., Schedule] = partial(
         make_schedule,
         grids=[problem.grids[mask]],
         layout=layout,
@@ -350,27 +350,22 @@ def _schedules(
         return
     name = "hybrid" if group_size > 1 or schedule == "hybrid" else "exchange"
     needs = loads.needs_of(mask, group_size)
-    plain = make(name, heads_group_size=group_size, needs=needs)
-    yield plain
-    packed = make(name, heads_group_size=group_size, needs=needs, few_rounds=True)
-    fewer = packed.forward.rounds < plain.forward.rounds
-    if fewer:
-        yield packed
+    own_work = loads.work_of(mask, group_size).own(needs.layout)
+    make = partial(make, heads_group_size=group_size, needs=needs)
+    options = [make(name, few_rounds=1, own_work=own_work)]
+    dense = needs.exceed(_DENSE)
+    if dense:  # then messages are fewer by ring distance
+        options.append(make(name))
+    yield from options
     if schedule not in ("auto", "hybrid") or groups == 1:
         return
     # Nothing beats an all-gather like gathering only what is needed.
-    yield plain.with_kept_kv()
-    if fewer:
-        yield packed.with_kept_kv()
+    yield from (option.with_kept_kv() for option in options)
     if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
         return
-    yield make(name, heads_group_size=group_size, needs=needs, keep=True, at_once=True)
-    if needs.exceed(_DENSE) and groups <= _RING:
-        yield make(
-            "ring" if name == "exchange" else name,
-            heads_group_size=group_size,
-            outer_schedule="ring",
-        )
+    yield make(name, keep=True, at_once=True)
+    if dense and groups <= _RING:
+        yield make("ring" if name == "exchange" else name, outer_schedule="ring")
 
 
 def _cannot_win(

@@ -12,7 +12,12 @@ from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.rows import areas_by_plane, runs_of_rows
 from flexcp.layout import Layout
 from flexcp.layout.needed_rows import Pieces
+from flexcp.layout.row_sets import cut
 from flexcp.schedule import Tasks
+from flexcp.schedule.exchange import OwnWork
+
+_PARTS = 64
+"""Parts of a rank's rows whose work is told apart, where they are spread over rounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +76,16 @@ class WorkProfile:
         by_round, total = found.view(rounds, groups), self.before[:, -1]
         have = by_round.sum(0)
         return by_round * torch.where(have > 0, total / have.clamp(min=1e-9), 1.0)
+
+    def own(self, groups: Layout) -> OwnWork:
+        """The pairs of every group's queries with its own keys, a block or a few at a time."""
+        own, rows = groups.owned, groups.rows
+        step = self.block * max(1, int(groups.counts.max()) // (self.block * _PARTS))
+        edges = torch.arange(0, rows, step)
+        which, _, start, stop = cut(own.start, own.stop, edges, edges + step)
+        rank = own.rank[which]
+        work = self._until(rank, stop) - self._until(rank, start)
+        return OwnWork(rank, start, stop, work, self.before[:, -1])
 
     def _until(self, group: Tensor, row: Tensor) -> Tensor:
         element = torch.div(row, self.seq_len, rounding_mode="floor")

@@ -8,6 +8,8 @@ under a window a halo exchange.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,20 @@ from flexcp.schedule.needs import Needs
 from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 
-def exchange(needs: Needs, *, at_once: bool = False, few_rounds: bool = False) -> tuple[Pass, Pass]:
+def exchange(
+    needs: Needs, *, at_once: bool = False, few_rounds: int = 0, own_work: OwnWork | None = None
+) -> tuple[Pass, Pass]:
     """Forward and backward. All ranks fetch from the same ring distances in a round.
 
     Args:
         needs: Who needs what.
         at_once: Fetch everything in one round before any work, as an all-gather does.
-        few_rounds: Every rank fills its rounds by itself, so that there are as few as memory
-            allows, and nobody waits for who has more to fetch.
+        few_rounds: If not 0: own rows first, then in this many rounds or in as many more as memory
+            asks for an equal part of what every pair of ranks exchanges, so that no rank sends or
+            receives more in one round than in another.
+        own_work: With few rounds: the work of every rank's own rows. A rank for which that is more
+            than its share of the first round leaves the rest for the others, so that all ranks are
+            through with a round at the same time, and nobody waits for rows to be sent.
     """
     layout = needs.layout
     limit = max(1, int(layout.counts.max()) * layout.batch_elements)
@@ -31,40 +39,102 @@ def exchange(needs: Needs, *, at_once: bool = False, few_rounds: bool = False) -
     distance = (user - owner) % max(layout.ranks, 1)
     if at_once:
         number = torch.zeros_like(distance)
-    elif few_rounds:
-        which, number, start, stop = _filled(user, distance, start, stop, limit)
+    elif few_rounds and len(user):
+        which, number, start, stop = _even_parts(user, distance, start, stop, limit, few_rounds)
         user, owner = user[which], owner[which]
     else:
         number = _rounds(distance, user, stop - start, layout.ranks, limit)[distance]
     moves = Transfers.ordered(number, owner, user, start, stop)
-    work = Tasks.after(moves, Tasks.of_layout(layout))
     count = int(moves.round.max()) + 1 if len(moves) else 1
+    # With one more round than the first there is nothing that a late rank would hold up.
+    spread = few_rounds and count > 2
+    own = own_work.spread(count) if own_work and spread else Tasks.of_layout(layout)
+    work = Tasks.after(moves, own)
     return Pass(count, moves, work), Pass(count, moves, work, moves.reversed())
 
 
-def _filled(
-    user: Tensor, distance: Tensor, start: Tensor, stop: Tensor, limit: int
+@dataclass(frozen=True, eq=False)
+class OwnWork:
+    """How much of each rank's work needs no rows of others."""
+
+    rank: Tensor
+    """int64 [N] Whose rows, never falling."""
+    start: Tensor
+    """int64 [N] First row of a short stretch that the rank owns."""
+    stop: Tensor
+    """int64 [N] Row after the last."""
+    work: Tensor
+    """float64 [N] Work of the rank against this stretch."""
+    total: Tensor
+    """float64 [ranks] All work of each rank."""
+
+    def spread(self, rounds: int) -> Tasks:
+        """The first round gets its share of a rank's work, the others equal parts of the rest."""
+        ends = self.work.cumsum(0)
+        own = torch.zeros_like(self.total).index_add_(0, self.rank, self.work)
+        done = ends - (own.cumsum(0) - own)[self.rank] - self.work / 2
+        share = (self.total / rounds)[self.rank]
+        rest = ((own - self.total / rounds) / (rounds - 1))[self.rank]
+        number = torch.where(
+            (done <= share) | (rest <= 0), 0.0, 1 + (done - share) / rest.clamp(min=1e-9)
+        )
+        round_ = number.long().clamp(max=rounds - 1)
+        opens = torch.ones_like(round_, dtype=torch.bool)
+        opens[1:] = (
+            (round_.diff() != 0) | (self.rank.diff() != 0) | (self.start[1:] != self.stop[:-1])
+        )
+        closes = torch.ones_like(opens)
+        closes[:-1] = opens[1:]
+        found = (round_[opens], self.rank[opens], self.start[opens], self.stop[closes])
+        order = torch.argsort(found[0], stable=True)
+        return Tasks(*(x[order] for x in found))
+
+
+def _even_parts(
+    user: Tensor, distance: Tensor, start: Tensor, stop: Tensor, limit: int, rounds: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stretches, cut where a user's round is full: which they are of, round, start and stop."""
-    order = torch.argsort(
-        user * (int(distance.max()) + 1 if len(user) else 1) + distance, stable=True
-    )
-    user, start, stop = user[order], start[order], stop[order]
+    """Stretches, cut so that each round has as much of every message: which, round, start, stop.
+
+    A message is all that one rank sends to another. The cuts of short ones are staggered, so that
+    the rows of a round are even as well. No rank receives more than `limit` rows in one.
+    """
+    pair = user * (int(distance.max()) + 1) + distance
+    order = torch.argsort(pair, stable=True)
+    user, pair, start, stop = (x[order] for x in (user, pair, start, stop))
     ends = (stop - start).cumsum(0)
-    first = torch.ones_like(user, dtype=torch.bool)
-    first[1:] = user.diff() != 0
     begins = ends - (stop - start)
-    base = begins[first][first.long().cumsum(0) - 1] if len(user) else begins
-    low, high = begins - base, ends - base  # counted within what the user receives
-    parts = torch.div(high - 1, limit, rounding_mode="floor") - torch.div(
-        low, limit, rounding_mode="floor"
+    opens = torch.ones_like(pair, dtype=torch.bool)
+    opens[1:] = pair.diff() != 0
+    message = opens.long().cumsum(0) - 1
+    first = begins[opens]  # rows of all messages before each
+    size = torch.cat([first[1:], ends[-1:]]) - first
+    low, high = begins - first[message], ends - first[message]
+    received = torch.zeros(int(user.max()) + 1, dtype=torch.int64)
+    received.index_add_(0, user, stop - start)
+    rounds = max(rounds, -(-int(received.max()) // limit))
+    while True:
+        # Row t of a message of n rows is in the first round i with (i + 1) * n + s >= (t + 1) * k.
+        s, n = (first % rounds)[message], size[message]
+        begin, end = (
+            -torch.div(s - (row + 1) * rounds, n, rounding_mode="floor") - 1
+            for row in (low, high - 1)
+        )
+        which, place = expand(end - begin + 1)
+        number = begin[which] + place
+        edge = torch.div(number * n[which] + s[which], rounds, rounding_mode="floor")
+        next_edge = torch.div((number + 1) * n[which] + s[which], rounds, rounding_mode="floor")
+        cut_low, cut_high = torch.maximum(low[which], edge), torch.minimum(high[which], next_edge)
+        filled = torch.zeros((int(user.max()) + 1) * rounds, dtype=torch.int64)
+        filled.index_add_(0, user[which] * rounds + number, cut_high - cut_low)
+        if int(filled.max()) <= limit:
+            break
+        rounds += 1
+    offset = (start - low)[which]
+    kept = cut_low < cut_high
+    which, number, begin, end = (
+        x[kept] for x in (which, number, cut_low + offset, cut_high + offset)
     )
-    which, place = expand(parts + 1)
-    number = torch.div(low[which], limit, rounding_mode="floor") + place
-    cut_low = torch.maximum(low[which], number * limit)
-    cut_high = torch.minimum(high[which], (number + 1) * limit)
-    shift = start[which] - low[which]
-    return order[which], number + 1, cut_low + shift, cut_high + shift
+    return order[which], number + 1, begin, end
 
 
 def _rounds(distance: Tensor, user: Tensor, rows: Tensor, ranks: int, limit: int) -> Tensor:

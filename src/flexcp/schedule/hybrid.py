@@ -8,7 +8,7 @@ from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
 from flexcp.schedule.allgather import allgather
-from flexcp.schedule.exchange import exchange
+from flexcp.schedule.exchange import OwnWork, exchange
 from flexcp.schedule.heads import split_heads
 from flexcp.schedule.needs import Needs
 from flexcp.schedule.ring import ring
@@ -30,7 +30,8 @@ def make_schedule(
     outer_schedule: str = "exchange",
     keep: bool = False,
     at_once: bool = False,
-    few_rounds: bool = False,
+    few_rounds: int = 0,
+    own_work: OwnWork | None = None,
     needs: Needs | None = None,
 ) -> Schedule:
     """A schedule for some masks on a layout.
@@ -46,7 +47,9 @@ def make_schedule(
         keep: For exchange: keep what forward received for backward, which then only sends gradients
             home. That needs memory for these rows, like an all-gather, but not for more.
         at_once: For exchange: fetch everything before any work.
-        few_rounds: For exchange: as few rounds as memory allows, each rank by itself.
+        few_rounds: For exchange: if not 0, that many rounds, or more if memory asks for it, each
+            with an equal part of what every pair of ranks exchanges.
+        own_work: For few rounds: the work against own rows of every group, to be spread over them.
         needs: Who needs what between groups, if known.
 
     >>> import flexcp
@@ -73,7 +76,10 @@ def make_schedule(
     groups = grouped(layout, heads_group_size)
     if outer_schedule == "exchange":
         forward, backward = exchange(
-            needs or Needs.of(grids, groups), at_once=at_once, few_rounds=few_rounds
+            needs or Needs.of(grids, groups),
+            at_once=at_once,
+            few_rounds=few_rounds,
+            own_work=own_work,
         )
     elif outer_schedule == "ring":
         forward, backward = ring(groups)

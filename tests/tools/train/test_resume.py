@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexcp import FlexCPError, testing
-from flexcp.tools.train import train
+from flexcp.tools.train import checkpoint, loop, train
 from flexcp.tools.train.checkpoint import reserved
 from flexcp.tools.train.events import Started, Stepped
 
@@ -163,3 +163,65 @@ def test_a_place_that_can_not_be_written_is_refused(tiny):
     place = Path(tiny.data, "1.txt", "below")
     with pytest.raises(FlexCPError, match="an --out folder that can be written"):
         train(replace(tiny, out=str(place)))
+
+
+def test_a_flipped_bit_is_found_and_the_previous_checkpoint_used(tiny, uninterrupted):
+    train(replace(tiny, stop_after=4, checkpoint_every=2))
+    path = Path(tiny.out, "checkpoint.pt")
+    whole = path.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 40)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(ValueError, match="checksum"):
+            checkpoint._read(path)
+    with pytest.warns(UserWarning, match="damaged .* going on from the previous one"):
+        train(replace(tiny, checkpoint_every=2))
+    assert [x[1] for x in losses(tiny)] == [x[1] for x in uninterrupted]
+    assert [x[2] for x in losses(tiny)] == [
+        None if x[2] is None else pytest.approx(x[2], rel=1e-4) for x in uninterrupted
+    ]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(
+    tiny, uninterrupted, monkeypatch
+):
+    good, count = loop.loss_of, iter(range(9))
+
+    def broken(model, batch):
+        loss = good(model, batch)
+        return loss * torch.nan if next(count) == 3 else loss
+
+    monkeypatch.setattr(loop, "loss_of", broken)
+    with pytest.raises(FlexCPError, match=r"a loss that is finite, got nan in step 4; go on from"):
+        train(replace(tiny, checkpoint_every=1, eval_sequences=0))
+    monkeypatch.setattr(loop, "loss_of", good)
+    for line in Path(tiny.out, "metrics.jsonl").read_text().splitlines():
+        assert "NaN" not in line
+    found = train(replace(tiny, checkpoint_every=1, eval_sequences=0))
+    assert found.step == 6
+    wanted = [x[2] for x in uninterrupted if x[2] is not None]
+    assert [x[2] for x in losses(tiny)] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_debris(tiny, monkeypatch):
+    train(replace(tiny, stop_after=2))
+    before = Path(tiny.out, "checkpoint.pt").read_bytes()
+
+    def full(content, file):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(FlexCPError, match=r"room for the checkpoint .*No space left on device"):
+        train(tiny)
+    assert Path(tiny.out, "checkpoint.pt").read_bytes() == before
+    assert not list(Path(tiny.out).glob("*.new"))
+
+
+def test_documents_of_the_same_sizes_with_other_contents_are_refused(tiny, texts):
+    train(replace(tiny, stop_after=1))
+    path = next(texts.iterdir())
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(FlexCPError, match="the same with other contents"):
+        train(tiny)

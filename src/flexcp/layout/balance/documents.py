@@ -15,8 +15,6 @@ from torch import Tensor
 
 from flexcp.layout.work import Work
 
-DENSE = 16
-"""Rows with this many times the work of the mean row are dealt out one by one."""
 Run = tuple[int, int]
 """First row of a stretch, and the row after the last."""
 Piece = tuple[int, int, int]
@@ -91,10 +89,22 @@ class Documents:
         """The document that a row is in."""
         return bisect_right(self.edges, row) - 1
 
-    @cached_property
-    def dense_rows(self) -> list[int]:
+    def lightest(self, rows: float) -> float:
+        """Mean work of a row of the lightest documents that have so many."""
+        counted, area = 0, 0
+        for _, d in sorted(
+            (area / size, d)
+            for d, (area, size) in enumerate(zip(self.areas, self.sizes, strict=True))
+        ):
+            if counted and counted + self.sizes[d] > rows:
+                break
+            counted += self.sizes[d]
+            area += self.areas[d]
+        return area / max(1, counted)
+
+    def dense_rows(self, many: float) -> list[int]:
         """Rows with many times the work of the mean row."""
-        dense = self._before.diff() * self.work.seq_len > DENSE * self.total
+        dense = self._before.diff() * self.work.seq_len > many * self.total
         return torch.nonzero(dense).squeeze(1).tolist()
 
     def heavy_and_light(

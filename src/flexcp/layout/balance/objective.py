@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -13,42 +12,47 @@ class Objective:
     The slowest rank is what a step waits for. It computes its pairs, and waits for the part of its
     transfers that compute does not hide; besides, every row that moves has a price, also where
     nobody waits for it, since the network is shared with the rest of the model.
+
+    These are all numbers that layouts and the choice between schedules are tuned by.
     """
 
     pairs_per_row: float = 512.0
     """Pairs that a rank computes in the time in which it receives one row of K and V; follows from
-    the machine and the shape of attention."""
+    the machine and the shape of attention, and is not tuned."""
     exposed: float = 0.4
-    """What a row costs the rank that receives it, over what receiving it takes: 5 % slow compute
+    """What a row costs the rank that receives or sends it, over what that takes: 5 % slow compute
     down, as the cost model has it; rows of a first and of a last round are hidden in part only; and
     who receives most needs most memory. Chosen on packs with long tails, 0.1 to 0.4."""
     moved: float = 0.2
     """Price of a row that moves, over what it takes to receive it, whoever waits for it: five
     times a rank's own K and V are then worth 5 % of the time of packs of 16K tokens per rank."""
     cut: float = 0.25
-    """Rows that one more stretch is worth: a kernel call and a copy of its own."""
+    """Rows that one more stretch is worth, received: a kernel call and a copy of its own."""
     even: float = 1.01
     """Work over the mean that no rank is left with for the sake of fewer rows to receive."""
     enough: float = 1.02
-    """Over the mean work, or the lowest price: what a plain order may be left with, what a
-    document may add to a rank, and how much dearer a seed may be that is tried as well."""
-    worth: float = 2e-3
-    """Gain over the mean work for which a trade is made."""
-    step: float = 0.02
-    """Over the mean work: what a trade that makes work even may cost before a smaller one is
-    preferred to it."""
-    good: float = 1.005
-    """Price over the lower bound (the mean work, nothing received) at which the search stops."""
+    """Over the mean work, or the lowest price: what a plain order may be left with, what a document
+    may add to a rank, and how much dearer may be what is tried or taken for another merit."""
+    worth: float = 3e-3
+    """Gain over the mean work for which a trade is made, and price over the lower bound (the mean
+    work, nothing received) at which the search stops."""
+    small: float = 0.125
+    """What is little of a whole: the lightest documents that fill the gaps which others leave; rows
+    of a rank that are judged together, or that its count may be short of; one over it is many."""
+    tries: int = 6
+    """Effort: partners that the slowest rank looks at first, pairs of pieces that it looks at with
+    each, and trades per rank."""
+    dense: float = 0.2
+    """Share of all rows from which on ranks that need as many may as well rotate everything, and
+    layouts need not be local."""
 
-    def of_rank(self, area: float, needs: float, pieces: int) -> float:
+    @property
+    def good(self) -> float:
+        """Price over the lower bound at which the search stops."""
+        return 1.0 + self.worth
+
+    def of_rank(self, area: float, rows: float, pieces: int) -> float:
         """The price of one rank: its pairs, and rows that it waits for."""
-        wire = needs * self.pairs_per_row
+        wire = rows * self.pairs_per_row
         fragments = self.cut * self.pairs_per_row * pieces
         return area + self.exposed * wire + max(0.0, wire - area) + fragments
-
-    def of_ranks(
-        self, areas: Sequence[float], needs: Sequence[float], pieces: Sequence[int]
-    ) -> float:
-        """The price of a layout: the slowest rank, and all rows that move."""
-        slowest = max(self.of_rank(*rank) for rank in zip(areas, needs, pieces, strict=True))
-        return slowest + self.moved * self.pairs_per_row * sum(needs) / len(needs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from flexcp.layout.balance.documents import Documents
 from flexcp.layout.balance.nodes import by_node
 from flexcp.layout.balance.objective import Objective
 from flexcp.layout.balance.seeds import (
+    SEEDS,
     Parts,
     dense_rows_dealt,
     in_order,
@@ -22,11 +23,6 @@ from flexcp.layout.balance.trades import Deal
 from flexcp.layout.layout import Layout
 from flexcp.layout.rules import even_edges, joined, require_ranks
 from flexcp.layout.work import Work
-
-_FEWER = 8
-"""Token counts differ from the mean by at most this fraction of it, however large blocks are."""
-_TURNS = 4
-"""Trades that are made at most, in multiples of the ranks there are."""
 
 
 def balanced(
@@ -91,42 +87,42 @@ def _of_work(
     """The layout for some work; counts differ by `slack` tokens, or by a share of the mean."""
     documents = Documents.of(work)
     counts = even_edges(work.seq_len, ranks).diff().tolist()
-    bounds = [(count, count) for count in counts]
+    bounds, room = [(count, count) for count in counts], counts
+    dense = documents.dense_rows(2 / objective.small)
     if isinstance(slack, float):
-        most = min(work.seq_len, math.ceil(max(counts) * (1 + slack)))
-        bounds = [(math.floor(min(counts) * (1 - slack)), most)] * ranks
+        room = [min(work.seq_len, math.ceil(max(counts) * (1 + slack)))] * ranks
+        bounds = [(math.floor(min(counts) * (1 - slack)), room[0])] * ranks
     elif slack is not None:
-        bounds = [_bounds(documents, ranks)] * ranks
+        bounds = [_bounds(work, ranks, len(dense), objective)] * ranks
     plain = Deal(documents, in_order(documents, counts), bounds, objective)
     even = plain.imbalance() <= objective.enough
     if even and plain.price() <= objective.good * plain.mean:
         return _layout(plain.parts(), work.seq_len)
-    room = [most for _, most in bounds] if isinstance(slack, float) else counts
-    deals = [
-        Deal(documents, parts, bounds, objective)
-        for parts in _whole(documents, room, objective.enough)
+    seeds = [
+        Deal(documents, whole_documents(documents, room, objective, **how), bounds, objective)
+        for how in (SEEDS if len(documents) > 1 else ())
     ]
-    deals = [min(deals, key=Deal.price)] if deals else []
+    deals = [min(seeds, key=Deal.price)] if seeds else []
     if not deals or deals[0].price() > objective.enough * deals[0].mean:
-        deals.append(Deal(documents, two_ended(documents, counts), bounds, objective))
-        if not even and plain.price() < deals[-1].price():
+        deals.append(Deal(documents, two_ended(documents, counts, objective), bounds, objective))
+        if len(documents) > 1 and not even and plain.price() < deals[-1].price():
             deals.append(plain)
-    deals.sort(key=Deal.price)
-    limit, best = objective.enough * deals[0].price(), deals[0]
-    for deal in deals:
-        if deal.price() > limit and best.imbalance() <= objective.enough:
-            continue  # too dear a seed to be tried, unless the others stay uneven
+    best: Deal | None = None
+    for deal in sorted(deals, key=Deal.price):
+        if best and best.imbalance() <= objective.enough and deal.price() > best.price():
+            continue  # it is dearer than what was found, before it is even
         if len(documents) > 1 or deal.imbalance() > objective.even:
-            deal.improve(_TURNS * ranks)
-        best = min(best, deal, key=lambda d: (d.imbalance() > objective.enough, d.price()))
+            deal.improve()
+        both = [best, deal] if best else [deal]
+        best = min(both, key=lambda d: (d.imbalance() > objective.enough, d.price()))
         if best.price() <= objective.good * best.mean:
             break
-    dealt = dense_rows_dealt(documents, counts)
-    if dealt is not None and best.imbalance() > objective.good:
-        other = Deal(documents, dealt, bounds, objective)
-        other.improve(_TURNS * ranks)
+    assert best is not None
+    if dense and best.imbalance() > objective.good:
+        other = Deal(documents, dense_rows_dealt(documents, counts, dense), bounds, objective)
+        other.improve()
         best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
-    if even and plain.price() <= best.price() * (1 + objective.worth):
+    if even and plain.price() <= best.price() * objective.good:
         best = plain
     parts = best.parts()
     if best is not plain and ranks_per_node and len(set(bounds)) == 1:
@@ -134,23 +130,15 @@ def _of_work(
     return _layout(parts, work.seq_len)
 
 
-def _whole(documents: Documents, room: Sequence[int], enough: float) -> Iterator[Parts]:
-    """Ways to deal out whole documents, if there are several."""
-    if len(documents) > 1:
-        yield from (whole_documents(documents, room, enough, tails=t) for t in (False, True))
-
-
-def _bounds(documents: Documents, ranks: int) -> tuple[int, int]:
+def _bounds(work: Work, ranks: int, dense: int, objective: Objective) -> tuple[int, int]:
     """The fewest and the most tokens of a rank, a block apart.
 
     Ranks with rows that see far more than most want fewer of them: if those ranks are few, the
     others need hardly more.
     """
-    rows, block = documents.work.seq_len, documents.work.block
-    wanting = len(documents.dense_rows)
-    if not 0 < wanting < ranks:
-        wanting = -(-ranks // 2)
-    even, slack = rows // ranks, rows // ranks // _FEWER
+    rows, block = work.seq_len, work.block
+    wanting = dense if 0 < dense < ranks else -(-ranks // 2)
+    even, slack = rows // ranks, int(rows // ranks * objective.small)
     fewest = -(-(rows - (ranks - wanting) * block) // ranks)
     fewest = min(max(fewest, even - slack, 0), even)
     return fewest, max(-(-rows // ranks), min(fewest + block, even + slack))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from flexcp.layout.balance.documents import Documents, Piece, mixed, shares
+from flexcp.layout.balance.objective import Objective
 
 Parts = list[list[Piece]]
 """The pieces of every rank."""
@@ -27,11 +27,8 @@ def in_order(documents: Documents, counts: Sequence[int]) -> Parts:
     return parts
 
 
-def dense_rows_dealt(documents: Documents, counts: Sequence[int]) -> Parts | None:
-    """Rows that see far more than most dealt out to all ranks, the others in order; if any do."""
-    rows = documents.dense_rows
-    if not rows:
-        return None
+def dense_rows_dealt(documents: Documents, counts: Sequence[int], rows: Sequence[int]) -> Parts:
+    """Some rows that see far more than most dealt out to all ranks, the others in order."""
     dealt: list[list[int]] = [[] for _ in counts]
     each = -(-len(rows) // len(counts))
     for i, row in enumerate(rows):
@@ -58,25 +55,37 @@ def dense_rows_dealt(documents: Documents, counts: Sequence[int]) -> Parts | Non
 
 
 def whole_documents(
-    documents: Documents, counts: Sequence[int], enough: float, *, tails: bool
+    documents: Documents,
+    counts: Sequence[int],
+    objective: Objective,
+    *,
+    tails: bool = False,
+    lightest: bool = False,
 ) -> Parts:
     """Whole documents, those with most work first, to the rank with least work that has room.
 
     One with more work than a rank should have is shared by as few ranks as have room for it,
     two-ended, so that their work is level. One that fits nowhere is shared likewise; or with
     `tails`, its last rows go to the rank with least work, and the others are dealt out later.
-    Ranks get up to `enough` times the mean work.
+    With `lightest`, work is what a document has beyond as many of the lightest rows: those fill
+    what room is left at last, and the more of it the more room a rank has.
     """
-    return _Packing(documents, counts, enough).packed(tails=tails)
+    rows = documents.work.seq_len
+    filler = documents.lightest(objective.small * rows) if lightest else 0.0
+    return _Packing(documents, counts, objective, filler).packed(tails=tails)
 
 
-def two_ended(documents: Documents, counts: Sequence[int]) -> Parts:
+SEEDS: tuple[dict[str, bool], ...] = ({}, {"tails": True}, {"tails": True, "lightest": True})
+"""The ways to deal out whole documents that are tried."""
+
+
+def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
     """Every rank gets heavy rows, from the ends of documents, and light ones, from their starts.
 
     Documents follow each other, those with most work first, so that few are on many ranks. Under
     a causal mask this is the exact zigzag.
     """
-    coarse = max(1, min(counts) // 16)
+    coarse = max(1, round(min(counts) * objective.small))
     mean = documents.total / documents.work.seq_len
     heavy, light = [], []
     for d in sorted(range(len(documents)), key=lambda d: (-documents.areas[d], d)):
@@ -89,107 +98,115 @@ def two_ended(documents: Documents, counts: Sequence[int]) -> Parts:
 class _Packing:
     """Ranks that are being filled."""
 
-    def __init__(self, documents: Documents, counts: Sequence[int], enough: float) -> None:
-        self._documents, self._over = documents, enough
+    def __init__(
+        self, documents: Documents, counts: Sequence[int], objective: Objective, filler: float
+    ) -> None:
+        self._documents, self._small = documents, objective.small
         self._parts: Parts = [[] for _ in counts]
         self._room = list(counts)
-        self._area = [0.0] * len(counts)
-        self._mean = max(documents.total / len(counts), 1e-9)
         self._most = max(1, *counts)
-        self._coarse = max(1, min(counts) // 16)
+        self._coarse = max(1, round(min(counts) * objective.small))
+        rows = documents.work.seq_len
+        self._filler = filler
+        self._mean = max((documents.total - self._filler * rows) / len(counts), 1e-9)
+        filled = self._filler * rows / len(counts)
+        self._limit = objective.enough * (self._mean + filled) - filled
+        self._work = [0.0] * len(counts)  # beyond that of as many of the lightest rows
 
     def packed(self, *, tails: bool) -> Parts:
         """Everything that is left, then the parts."""
-        documents, mean = self._documents, self._mean
+        documents, room = self._documents, self._room
         items = [
             (-documents.areas[d], d, documents.edges[d], documents.edges[d + 1])
             for d in range(len(documents))
         ]
         heapq.heapify(items)
-        heap = [(area, rank) for rank, area in enumerate(self._area)]
-        heapq.heapify(heap)
+        heap = [(0.0, rank) for rank in range(len(room))]
         while items:
             negative, d, start, stop = heapq.heappop(items)
-            area, size = -negative, stop - start
+            size = stop - start
+            work = -negative - self._filler * size
             aside, chosen = [], -1
             while heap:
                 entry = heapq.heappop(heap)
-                if self._room[entry[1]] > 0:
+                if room[entry[1]] > 0:
                     aside.append(entry)
-                if self._room[entry[1]] >= size:
+                if room[entry[1]] >= size:
                     chosen = entry[1]
                     break
             few: list[int] = []
             if size == documents.sizes[d] and (
-                chosen < 0 or self._area[chosen] + area > self._over * mean
+                chosen < 0 or self._work[chosen] + work > self._limit
             ):
                 few = self._few(d)
-            least = max(2, -int(-max(area / mean, size / self._most) // 1))
-            if 1 < len(few) <= least or (few and (area > mean or (chosen < 0 and not tails))):
+            least = max(2, -int(-max(work / self._mean, size / self._most) // 1))
+            if 1 < len(few) <= least or (few and (work > self._mean or (chosen < 0 and not tails))):
                 self._level(d, few)
-                heap = [(area, rank) for rank, area in enumerate(self._area)]
+                heap = [(work, rank) for rank, work in enumerate(self._work)]
                 heapq.heapify(heap)
                 continue
             if chosen < 0:  # its last rows go where there is most work to do, its first wait
-                enough = [r for _, r in aside if self._room[r] * 8 >= size]
-                chosen = (
-                    enough[0] if enough else max((r for _, r in aside), key=self._room.__getitem__)
-                )
+                enough = [r for _, r in aside if room[r] >= self._small * size]
+                chosen = enough[0] if enough else max((r for _, r in aside), key=room.__getitem__)
                 rows = self._tail(start, stop, chosen)
                 heapq.heappush(items, (-documents.area(start, stop - rows), d, start, stop - rows))
                 start = stop - rows
             self._give(chosen, [(d, start, stop)])
             for _, rank in aside:
-                heapq.heappush(heap, (self._area[rank], rank))
+                heapq.heappush(heap, (self._work[rank], rank))
         return self._parts
 
     def _tail(self, start: int, stop: int, rank: int) -> int:
         """How many of the last rows of a stretch a rank has room for, in tokens and work."""
-        before = self._documents.before
-        least = before[stop] - max(0.0, self._over * self._mean - self._area[rank])
+        before, filler = self._documents.before, self._filler
         room = min(self._room[rank], stop - start - 1)
-        rows = stop - bisect_left(before, least, stop - room, stop)
-        return rows if rows * 8 >= room else room
+        free = max(0.0, self._limit - self._work[rank])
+        least, most = 0, room
+        while least < most:
+            rows = (least + most + 1) // 2
+            if before[stop] - before[stop - rows] - filler * rows <= free:
+                least = rows
+            else:
+                most = rows - 1
+        return least if least >= self._small * room else room
 
     def _few(self, d: int) -> list[int]:
         """As few ranks as have room for a document without more work than the mean."""
-        size, total = self._documents.sizes[d], self._documents.areas[d]
+        size = self._documents.sizes[d]
         order = sorted(
             (r for r in range(len(self._room)) if self._room[r] > 0),
-            key=lambda r: (self._area[r], -self._room[r], r),
+            key=lambda r: (self._work[r], -self._room[r], r),
         )
-        density = total / size
+        density = self._density(d)
         free, room, chosen = 0.0, 0, []
         for rank in order:
             chosen.append(rank)
             room += self._room[rank]
-            free += min(
-                max(0.0, self._over * self._mean - self._area[rank]), self._room[rank] * density
-            )
-            if free >= total * (1 - 1e-9) and room >= size:
+            free += min(max(0.0, self._limit - self._work[rank]), self._room[rank] * density)
+            if free >= density * size * (1 - 1e-9) and room >= size:
                 return chosen
         return order
 
+    def _density(self, d: int) -> float:
+        """Work of a document per row, beyond that of the lightest rows."""
+        return max(self._documents.areas[d] / self._documents.sizes[d] - self._filler, 1e-12)
+
     def _level(self, d: int, chosen: Sequence[int]) -> None:
         """Shares a document between ranks so that their work is level."""
-        size = self._documents.sizes[d]
-        density = max(self._documents.areas[d] / size, 1e-12)
-        low, high = 0.0, self._mean + self._documents.areas[d] + density * max(self._room)
-        high += max(self._area)
+        size, density = self._documents.sizes[d], self._density(d)
+
+        def rows(level: float) -> list[float]:
+            free = (max(0.0, level - self._work[r]) / density for r in chosen)
+            return [min(float(self._room[r]), f) for r, f in zip(chosen, free, strict=True)]
+
+        low, high = min(self._work), max(self._work) + density * (size + max(self._room))
         for _ in range(30):
             level = (low + high) / 2
-            if self._fill(chosen, level, density) >= size:
+            if sum(rows(level)) >= size:
                 high = level
             else:
                 low = level
-        parts = [
-            (r, min(float(self._room[r]), max(0.0, high - self._area[r]) / density)) for r in chosen
-        ]
-        self._share(d, parts)
-
-    def _fill(self, ranks: Sequence[int], level: float, density: float) -> float:
-        each = (max(0.0, level - self._area[r]) / max(density, 1e-12) for r in ranks)
-        return sum(min(self._room[r], e) for r, e in zip(ranks, each, strict=True))
+        self._share(d, list(zip(chosen, rows(high), strict=True)))
 
     def _share(self, d: int, parts: Sequence[tuple[int, float]]) -> None:
         """Gives ranks so many rows of a document each, about, as far as they have room."""
@@ -219,8 +236,9 @@ class _Packing:
             self._give(rank, own)
 
     def _give(self, rank: int, pieces: Sequence[Piece]) -> None:
+        self._parts[rank] += pieces
         for d, a, b in pieces:
-            self._parts[rank].append((d, a, b))
             self._room[rank] -= b - a
-            whole = (a, b) == (self._documents.edges[d], self._documents.edges[d + 1])
-            self._area[rank] += self._documents.areas[d] if whole else self._documents.area(a, b)
+            whole = b - a == self._documents.sizes[d]
+            area = self._documents.areas[d] if whole else self._documents.area(a, b)
+            self._work[rank] += area - self._filler * (b - a)

@@ -13,12 +13,6 @@ from dataclasses import dataclass, field
 from flexcp.layout.balance.documents import Documents, Piece, Run
 from flexcp.layout.balance.objective import Objective
 
-_PARTNERS = 6
-"""Ranks that the slowest one looks at: those with the lowest price."""
-_CLOSEST = 4
-"""Pairs of pieces that are looked at with each of them: those that come closest to making the work
-of both the same."""
-
 
 @dataclass(eq=False)
 class Share:
@@ -32,6 +26,8 @@ class Share:
     area: int = 0
     needs: int = 0
     """Rows that it receives."""
+    sends: float = 0.0
+    """Rows that it sends, about: of what others need of a document, as much as it has of it."""
     count: int = 0
     """Stretches."""
     cost: float = 0.0
@@ -66,11 +62,17 @@ class Deal:
         objective: Objective,
     ) -> None:
         self.documents, self.bounds, self.objective = documents, bounds, objective
-        self.mean = documents.total / len(parts)
+        self.mean = max(documents.total / len(parts), 1e-9)
+        # Where documents can stay whole, nothing is cut for work that is even enough.
+        self._level = self.mean * (objective.even if len(documents) > 1 else 1.0)
         self.shares = [Share() for _ in parts]
+        self._moved: dict[int, int] = {}
+        self._sharers: dict[int, list[Share]] = {}
         for share, pieces in zip(self.shares, parts, strict=True):
             self._change(share, (), tuple(pieces))
         self._settle()
+        for share in self.shares:
+            self._recount(share)
 
     def _settle(self) -> None:
         """Gives ranks with too few tokens light ends of those with most."""
@@ -92,25 +94,34 @@ class Deal:
 
     def price(self) -> float:
         """The price of the whole."""
-        return self.objective.of_ranks(
-            [s.area for s in self.shares],
-            [s.needs for s in self.shares],
-            [s.count for s in self.shares],
-        )
+        moved = sum(s.needs for s in self.shares) / len(self.shares)
+        objective = self.objective
+        return max(s.cost for s in self.shares) + objective.moved * objective.pairs_per_row * moved
 
     def imbalance(self) -> float:
         """Largest over mean work."""
-        return max(s.area for s in self.shares) / max(self.mean, 1e-9)
+        return max(s.area for s in self.shares) / self.mean
 
-    def improve(self, turns: int) -> int:
-        """Trades of the slowest rank, as long as any of them is worth it; returns how many."""
-        for turn in range(turns):
+    def improve(self) -> None:
+        """Trades of the slowest rank, as long as any of them is worth it."""
+        for _ in range(self.objective.tries * len(self.shares)):
             trade = self._next()
             if trade is None:
-                return turn
+                return
             self._change(self.shares[trade.giver], trade.given, trade.back)
             self._change(self.shares[trade.taker], trade.back, trade.given)
-        return turns
+            for document in {piece[0] for piece in (*trade.given, *trade.back)}:
+                for share in self._sharers.get(document, ()):
+                    self._recount(share)
+
+    def _recount(self, share: Share) -> None:
+        """What a rank sends and costs, after a document that it has part of was dealt out anew."""
+        share.sends = sum(self._sent(d, runs) for d, runs in share.runs.items() if d in self._moved)
+        share.cost = self.objective.of_rank(share.area, max(share.needs, share.sends), share.count)
+
+    def _sent(self, document: int, runs: Sequence[Run]) -> float:
+        rows = sum(b - a for a, b in runs)
+        return self._moved[document] * rows / self.documents.sizes[document]
 
     def _next(self) -> Trade | None:
         """The best trade of the rank with most work, if that is uneven, or else of the slowest."""
@@ -121,16 +132,21 @@ class Deal:
             return None
         order = sorted((r for r in range(len(by)) if r != high), key=lambda r: (by[r], r))
         own = self.shares[high].runs.keys()
-        near, far = order[:_PARTNERS], order[_PARTNERS:]
-        near += [r for r in far if not own.isdisjoint(self.shares[r].runs)][: _PARTNERS // 2]
+        tries = self.objective.tries
+        near, far = order[:tries], order[tries:]
+        near += [r for r in far if not own.isdisjoint(self.shares[r].runs)][: tries // 2]
         return self._best(high, near, uneven=uneven) or self._best(high, far, uneven=uneven)
 
     def _best(self, high: int, partners: Sequence[int], *, uneven: bool) -> Trade | None:
         best: Trade | None = None
+        giver, objective = self.shares[high], self.objective
+        free = (giver.area - objective.even * self.mean) / ((objective.enough - 1) * self.mean)
         for low in partners:
             for given, back in self._offers(high, low):
                 least = best.gain if best else float("-inf")
                 best = self._judged(high, low, given, back, least, uneven=uneven) or best
+                if uneven and best and best.gain >= free:
+                    return best  # is even, and nothing more moves
         return best
 
     def _offers(self, high: int, low: int) -> Iterator[Offer]:
@@ -152,7 +168,7 @@ class Deal:
             ]
             found.append((abs(goal), piece, None))
         found.sort(key=lambda one: one[0])
-        for _, piece, other in found[:_CLOSEST]:
+        for _, piece, other in found[: self.objective.tries]:
             yield (piece,), (other,) if other else ()
         yield from self._handed_over(giver, taker, wish)
         if wish > 0 and theirs:
@@ -162,7 +178,7 @@ class Deal:
     def _handed_over(self, giver: Share, taker: Share, wish: float) -> Iterator[Offer]:
         """All rows of a document that makes the giver receive many, for a piece of as much work."""
         needy = sorted((-rows, d) for d, rows in giver.needed.items() if rows)
-        for _, document in needy[:_CLOSEST]:
+        for _, document in needy[: self.objective.tries]:
             given = tuple((document, *run) for run in giver.runs[document])
             at = bisect_left(taker.by_area, (self._area(given) - wish,))
             for i in (at - 1, at):
@@ -242,19 +258,19 @@ class Deal:
             )
         if most_gain <= max(0.0, least_gain):
             return None
-        needs, count = self._after(giver, given, back)
-        needs_low, count_low = self._after(taker, back, given)
+        needs, sends, count = self._after(giver, given, back)
+        needs_low, sends_low, count_low = self._after(taker, back, given)
         cost = max(
-            objective.of_rank(giver.area - area, needs, count),
-            objective.of_rank(taker.area + area, needs_low, count_low),
+            objective.of_rank(giver.area - area, max(needs, sends), count),
+            objective.of_rank(taker.area + area, max(needs_low, sends_low), count_low),
         )
         rows = needs + needs_low - giver.needs - taker.needs
         gain = giver.cost - cost - objective.moved * objective.pairs_per_row * rows
         if uneven:  # is made even whatever that takes, by what takes least
-            less = giver.area - max(highest, self.mean)
+            less = giver.area - max(highest, self._level)
             waits = max(0.0, cost - highest - giver.cost + giver.area)
             price = waits + objective.moved * objective.pairs_per_row * max(rows, 0)
-            gain = less / (objective.step * self.mean + price)
+            gain = less / ((objective.enough - 1) * self.mean + price)
         elif gain <= objective.worth * self.mean or highest > objective.even * self.mean:
             return None
         if gain <= least_gain:
@@ -267,7 +283,7 @@ class Deal:
         """What a trade of uneven work gains if nothing has to move for it."""
         area = self._area(given) - self._area(back)
         highest = max(giver.area - area, taker.area + area)
-        return (giver.area - max(highest, self.mean)) / (self.objective.step * self.mean)
+        return (giver.area - max(highest, self._level)) / (self.mean * (self.objective.enough - 1))
 
     def _area(self, pieces: Sequence[Piece]) -> int:
         before = self.documents.before
@@ -291,23 +307,39 @@ class Deal:
                 best, least = (document, start, cut), cost
         return best
 
-    def _after(self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]) -> tuple[int, int]:
-        """Rows that a rank would receive, and stretches that it would have."""
-        needs, count = share.needs, share.count
+    def _after(
+        self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]
+    ) -> tuple[int, float, int]:
+        """Rows that a rank would receive and send, and stretches that it would have."""
+        needs, sends, count = share.needs, share.sends, share.count
         for document in {p[0] for p in (*gone, *come)}:
             old = share.runs.get(document, [])
             new = _changed(old, document, gone, come)
-            needs += self.documents.needs(document, new) - share.needed.get(document, 0)
+            more = self.documents.needs(document, new) - share.needed.get(document, 0)
+            needs += more
             count += len(new) - len(old)
-        return needs, count
+            moved = self._moved.get(document, 0)
+            if moved + more:
+                rows = sum(b - a for a, b in new)
+                sends += (moved + more) * rows / self.documents.sizes[document]
+            if moved and old:
+                sends -= self._sent(document, old)
+        return needs, sends, count
 
     def _change(self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]) -> None:
         for document in {p[0] for p in (*gone, *come)}:
             new = _changed(share.runs.pop(document, []), document, gone, come)
-            share.needed.pop(document, None)
+            moved = self._moved.pop(document, 0) - share.needed.pop(document, 0)
+            sharers = self._sharers.setdefault(document, [])
+            if share in sharers:
+                sharers.remove(share)
             if new:
                 share.runs[document] = new
                 share.needed[document] = self.documents.needs(document, new)
+                moved += share.needed[document]
+                sharers.append(share)
+            if moved:
+                self._moved[document] = moved
         before = self.documents.before
         share.by_area = sorted(
             (before[b] - before[a], (document, a, b))
@@ -318,7 +350,7 @@ class Deal:
         share.area += self._area(come) - self._area(gone)
         share.needs = sum(share.needed.values())
         share.count = len(share.by_area)
-        share.cost = self.objective.of_rank(share.area, share.needs, share.count)
+        self._recount(share)
 
 
 def _kept(given: tuple[Piece, ...], back: tuple[Piece, ...], end: Piece) -> Offer:

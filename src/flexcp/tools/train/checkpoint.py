@@ -1,9 +1,12 @@
-"""Checkpoints: one file that is either the old one or the new one, and refuses other settings."""
+"""Checkpoints: the last two, each with a checksum, whole whenever killed, and of these settings."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +19,8 @@ from flexcp.errors import FlexCPError
 from flexcp.tools.train.config import TrainConfig
 
 NAME = "checkpoint.pt"
-_FORMAT = 1
+PREVIOUS = "checkpoint.previous.pt"
+_FORMAT = "flexcp checkpoint 2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,48 +49,91 @@ def save(
     config: TrainConfig,
     data: str,
 ) -> Path:
-    """Writes beside the old checkpoint, then takes its place: whenever killed, one is whole."""
+    """Writes beside the old checkpoint, then takes its place: whenever killed, one is whole.
+
+    The old one is kept as the previous one. The first line of a file is a checksum of the rest.
+    """
     path, beside = folder / NAME, folder / f"{NAME}.new"
     content = {
-        "format": _FORMAT,
         "step": step,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "config": asdict(config),
         "data": data,
     }
-    with beside.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(_first_line(b""))
+            torch.save(content, file)
+            file.flush()
+            written = beside.read_bytes()[len(_first_line(b"")) :]
+            file.seek(0)
+            file.write(_first_line(written))
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            path.replace(folder / PREVIOUS)
+        beside.replace(path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        kept = next((n for n in (NAME, PREVIOUS) if (folder / n).exists()), "none")
+        raise FlexCPError(
+            f"room for the checkpoint of step {step} in {folder}",
+            str(error),
+            f"make room and go on: the last checkpoint that was saved is kept ({kept})",
+        ) from error
     return path
 
 
 def load(folder: Path, config: TrainConfig, data: str) -> Checkpoint | None:
-    """The checkpoint of a folder, if there is one; raises if it is that of another run."""
-    path = folder / NAME
-    if config.restart or not path.exists():
+    """The checkpoint of a folder, if there is one; raises if it is that of another run.
+
+    One that is damaged is passed over for the previous one, with a warning.
+    """
+    paths = [path for path in (folder / NAME, folder / PREVIOUS) if path.exists()]
+    if config.restart or not paths:
         return None
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        if content.pop("format") != _FORMAT:
-            raise KeyError("format")
-        found = Checkpoint(**content)
-    except Exception as error:
-        raise FlexCPError(
-            f"a checkpoint of flexcp train in {path}",
-            f"something else ({type(error).__name__})",
-            "choose another --out, or pass --restart to begin anew",
-        ) from error
+    found = None
+    for path in paths:
+        try:
+            found = _read(path)
+            break
+        except (OSError, ValueError) as error:
+            last = path == paths[-1]
+            if last:
+                raise FlexCPError(
+                    f"a checkpoint of flexcp train in {paths[0]}",
+                    f"something else ({error})",
+                    "choose another --out, or pass --restart to begin anew",
+                ) from error
+            warnings.warn(
+                f"{path} is damaged ({error}): going on from the previous one", stacklevel=2
+            )
+    assert found is not None
     config.require_resumable(found.config)
     if found.data != data:
         raise FlexCPError(
             f"the documents of the run in {folder}",
-            "others, or files of other sizes",
+            "others, or the same with other contents",
             "pass the same --data, choose another --out, or pass --restart to begin anew",
         )
     return found
+
+
+def _first_line(content: bytes) -> bytes:
+    return f"{_FORMAT} {hashlib.sha256(content).hexdigest()}\n".encode()
+
+
+def _read(path: Path) -> Checkpoint:
+    """A checkpoint whose checksum is right; a ValueError if it is not."""
+    first, _, rest = path.read_bytes().partition(b"\n")
+    if first + b"\n" != _first_line(rest):
+        raise ValueError("its checksum is not that of its contents")
+    try:
+        return Checkpoint(**torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}") from error
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Corpus:
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
     fingerprint: str
-    """Equal for the same files of the same sizes under the same names."""
+    """Equal for files with the same contents under the same names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +133,8 @@ class PackedDocuments:
 def load_corpus(data: str | None, seed: int, *, longest: int) -> Corpus:
     """The documents of a file, of a folder, or of Python's standard library.
 
-    Every file is a document, or several of at most `longest` tokens. Little is read until a
-    document is needed: sizes, and the beginning of each file, which tells text from other data.
+    Every file is a document, or several of at most `longest` tokens. Contents are read once, for
+    their fingerprint, and are not kept: a document is read again when it is needed.
 
     Args:
         data: A file or a folder; None for the standard library.
@@ -155,10 +155,13 @@ def load_corpus(data: str | None, seed: int, *, longest: int) -> Corpus:
             f"{len(documents)} such files in {root}" if root.is_dir() else f"{root}, too short",
             "pass another --data",
         )
-    names = "\n".join(f"{_name(d.path, root)} {d.stop}" for d in documents)
-    fingerprint = hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
+    fingerprint = hashlib.sha256()
+    for document in documents:
+        fingerprint.update(_name(document.path, root).encode(errors="surrogateescape"))
+        with document.path.open("rb") as file:
+            fingerprint.update(hashlib.file_digest(file, "sha256").digest())
     train, held_out = _split(documents, seed)
-    return Corpus(_parts(train, longest), _parts(held_out, longest), fingerprint)
+    return Corpus(_parts(train, longest), _parts(held_out, longest), fingerprint.hexdigest()[:16])
 
 
 def _name(path: Path, root: Path) -> str:

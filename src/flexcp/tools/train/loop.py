@@ -27,7 +27,12 @@ from flexcp.tools.train.events import (
     ignore,
 )
 from flexcp.tools.train.model import ByteTransformer
-from flexcp.tools.train.optimizer import clip_and_step, learning_rate, make_optimizer
+from flexcp.tools.train.optimizer import (
+    clip_and_step,
+    learning_rate,
+    make_optimizer,
+    require_finite,
+)
 from flexcp.tools.train.step import loss_of, make_model, rank_batch
 from flexcp.tools.train.team import Team
 
@@ -148,6 +153,7 @@ class _Run:
         sums = torch.stack([loss.detach().double(), loss.new_tensor(stop).double()])
         team.sum_(sums)
         total, asked = sums.tolist()
+        require_finite("loss", total, number, config)
         paused = time.perf_counter()
         compared = None
         if config.compare and record is not None:

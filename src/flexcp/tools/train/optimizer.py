@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from flexcp.errors import FlexCPError
 from flexcp.tools.train.config import TrainConfig
 
 _CLIP = 1.0
@@ -42,11 +43,26 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * share
 
 
+def require_finite(what: str, value: float, step: int, config: TrainConfig) -> None:
+    """Raises if a number is none: what was saved before is then the last good state."""
+    if not math.isfinite(value):
+        raise FlexCPError(
+            f"a {what} that is finite",
+            f"{value} in step {step}",
+            f"go on from the last checkpoint in {config.out} with a lower --lr (it has to be "
+            "--restart then), or look at the data of that step; nothing of it was saved",
+        )
+
+
 def clip_and_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: TrainConfig
 ) -> float:
-    """Applies the gradients, and clears them; returns their norm before clipping."""
+    """Applies the gradients, and clears them; returns their norm before clipping.
+
+    Gradients that are not finite are an error: weights stay as they are.
+    """
     norm = nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+    require_finite("gradient norm", float(norm), step, config)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, config)
     optimizer.step()

@@ -1,0 +1,125 @@
+"""Exchanges in even rounds: each brings an equal part of every message, and all ranks keep pace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexcp
+from flexcp import masks, testing
+from flexcp.layout import head_tail
+from flexcp.plan import make_plan
+from flexcp.plan.work_profile import WorkProfile
+from flexcp.schedule import Needs, make_schedule
+from flexcp.schedule.check import check_schedule
+
+LENGTHS = [61, 9, 130, 3, 53]
+TOKENS = sum(LENGTHS)
+
+
+def packed(layout, rounds, *, keep=False):
+    grid = flexcp.build_block_grid(
+        masks.document(lengths=LENGTHS) & masks.causal(), TOKENS, block_size=4, heads=4
+    )
+    return grid, make_schedule(
+        "exchange",
+        [grid],
+        layout,
+        num_heads=4,
+        num_kv_heads=2,
+        few_rounds=rounds,
+        keep=keep,
+        own_work=WorkProfile.of([grid], layout).own(layout),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(ranks=st.integers(2, 7), rounds=st.integers(1, 5), keep=st.booleans())
+def test_every_round_brings_an_equal_part_of_every_message(ranks, rounds, keep):
+    layout = head_tail(TOKENS, ranks)
+    grid, schedule = packed(layout, rounds, keep=keep)
+    check_schedule(schedule, [grid])
+    moves, count = schedule.forward.moves, schedule.forward.rounds - 1
+    assert torch.equal(moves.received(ranks), Needs.of([grid], layout).received)
+    for source in range(ranks):
+        for target in range(ranks):
+            at = (moves.source == source) & (moves.target == target)
+            rows = torch.zeros(count, dtype=torch.int64)
+            rows.index_add_(0, moves.round[at] - 1, moves.rows[at])
+            assert int(rows.max() - rows.min()) <= 1 if count else True
+
+
+def test_own_work_is_spread_where_the_first_round_has_too_much_of_it():
+    """A rank whose documents are its own would else hold up those that wait for its rows."""
+    layout = flexcp.Layout.of_runs([[(0, 100)], [(100, 180)], [(180, 256)]], seq_len=TOKENS)
+    grid, schedule = packed(layout, 3)
+    work = WorkProfile.of([grid], layout).of_tasks(schedule.forward.work, schedule.forward.rounds)
+    share = work.sum(0) / schedule.forward.rounds
+    assert bool((work[0] <= share * 1.3).all())
+    own = schedule.forward.work.rank == 0
+    assert schedule.forward.work.round[own].unique().numel() > 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_attention_in_even_rounds_is_that_of_one_process(ranks, keep):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, h, TOKENS, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for h in (4, 2, 2)
+    )
+    mask = masks.document(lengths=LENGTHS) & masks.causal()
+    out = flexcp.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    weight = torch.randn(out.shape, dtype=torch.float64, generator=generator)
+    expected = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    _, schedule = packed(head_tail(TOKENS, ranks), 3, keep=keep)
+
+    def fn(mesh):
+        plan = make_plan(
+            mask,
+            TOKENS,
+            mesh,
+            layout=head_tail(TOKENS, ranks),
+            schedule="exchange",
+            block_size=4,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            dtype=torch.float64,
+        )
+        plan = replace(plan, schedules={"": schedule})
+        plan.check()
+        local = [plan.shard(x.detach(), 2).requires_grad_() for x in (q, k, v)]
+        found = flexcp.attention(*local, plan)
+        (found * plan.shard(weight, 2)).sum().backward()
+        return [plan.unshard(x, 2) for x in (found.detach(), *(y.grad for y in local))]
+
+    for rank in testing.simulate(fn, ranks):
+        for got, want in zip(rank, (out.detach(), *expected), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_transfers_hide_where_documents_are_shared_by_many_ranks(causal):
+    """64 query and 8 kv heads on 32 ranks: one document is on more than half of them."""
+    lengths = [93_834, 21_200, 20_633, 14_776, *[4_000] * 90]
+    lengths.append((1 << 19) - sum(lengths))
+    mask = masks.document(lengths=lengths)
+    plan = make_plan(
+        mask & masks.causal() if causal else mask,
+        1 << 19,
+        32,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    best = {"exchange": float("inf"), "hybrid": float("inf")}
+    for name, seconds in plan.considered:
+        kind = "hybrid" if "hybrid" in name else "exchange"
+        best[kind] = min(best[kind], seconds)
+    assert best["exchange"] <= 1.05 * best["hybrid"]
+    assert best["exchange"] <= 1.1 * plan.stats().compute_seconds
