@@ -144,7 +144,7 @@ def choose(
     if kernel == "reference":
         return Choice("reference", None, (_ASKED,))
     asked: tuple[str, ...] = () if kernel is None else (_ASKED,)
-    on_gpu = kernel is None and q.device.type == "cuda" and not is_one_rectangle
+    on_gpu = kernel is None and q.device.type == "cuda" and (dropout or not is_one_rectangle)
     if kernel == "triton":
         _require_triton(q, v, score_mod, max_scores, wishes)
         return _triton(q, v, wishes, asked)
