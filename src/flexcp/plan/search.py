@@ -135,7 +135,8 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
         whole = contiguous(problem.seq_len, problem.ranks.size)  # slow links: less even, less moved
-        found.extend(_priced(problem, whole, tried, found, schedule))
+        best = min(c.price for c in found) / Objective.enough
+        found.extend(c for c in _priced(problem, whole, tried, found, schedule) if c.price < best)
         if loads.asks_for(Objective.dense):
             found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
         less_local: list[Candidate] = []
@@ -145,8 +146,8 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
                 of_groups = LayoutLoads.of(problem, split_groups(groups, split), schedule, split)
                 less_local.extend(_options(problem, of_groups, split, schedule, few=True))
         if _is_plain(loads.layout):  # a halo exchange, say: it stays one unless much is gained
-            best = min(c.seconds for c in found)
-            less_local = [c for c in less_local if c.seconds * Objective.enough < best]
+            fastest = min(c.seconds for c in found)
+            less_local = [c for c in less_local if c.seconds * Objective.enough < fastest]
         found.extend(less_local)
     return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
 
