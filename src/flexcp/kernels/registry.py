@@ -322,7 +322,10 @@ def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
         if why_not is None and _leaves_threads_idle(q):
             why_not = f"{op.name} runs one batch element and head per thread; there are too few"
         if why_not is None:
-            return op, (*refusals, f"{op.name} takes {q.dtype} on {q.device.type}")
+            found = [*refusals, f"{op.name} takes {q.dtype} on {q.device.type}"]
+            if op.causal_forward is not None:
+                found.append("triangles by the op's own causal mode forward, cut up backward")
+            return op, tuple(found)
         refusals.append(why_not)
     if not refusals:
         refusals.append(f"no fused op is known for {q.device.type}")

@@ -48,7 +48,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # 0.0 would be a symbol under torch.compile(dynamic=True)
     dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as torch's `flex_attention`, with gradients for everything.
@@ -149,7 +149,7 @@ def attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # 0.0 would be a symbol under torch.compile(dynamic=True)
     dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries over the whole sequence, with gradients.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -236,13 +235,13 @@ def as_dropout_p(p: float) -> float:
     0.0
     """
     is_number = isinstance(p, (int, float)) and not isinstance(p, bool)
-    if not is_number or not 0 <= p < 1:
+    if not is_number or not 0 <= p < 1:  # neither is NaN
         raise FlexCPError(
             "dropout_p to be a number of at least 0 and below 1",
             repr(p),
             "pass the share of attention weights that are to be dropped",
         )
-    return float(p)
+    return float(p) if p > 0 else 0.0  # a constant, where a compiler takes numbers for symbols
 
 
 def as_dropout_seed(seed: object) -> Seed | None:
