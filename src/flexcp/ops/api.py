@@ -186,7 +186,8 @@ def attention(
     >>> torch.allclose(simulate(rank, 3)[0], torch.ones(1, 2, 10, 4))
     True
     """
-    require("plan", plan, Plan, "pass what flexcp.make_plan returned")
+    if type(plan) is not Plan:
+        require("plan", plan, Plan, "pass what flexcp.make_plan returned")
     check_flags(return_lse=return_lse)
     out, lse = attention_of_heads(
         q, k, v, plan, mask, score_mod, scale, sinks, kernel, dropout_p, dropout_seed
@@ -214,7 +215,8 @@ def attention_of_heads(
         with tell_ranks_on_error(plan):
             scale = as_scale(scale)
             q, k, v = _checked(q, k, v, sinks)
-            check_score_mod(score_mod)
+            if score_mod is not None:
+                check_score_mod(score_mod)
             if kernel is not None:
                 require("kernel", kernel, str, "pass a name of flexcp.kernels.KERNELS")
             p, given = as_dropout_p(dropout_p), as_dropout_seed(dropout_seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -100,7 +101,8 @@ _LARGEST_SCALE = float(torch.finfo(torch.float32).max)
 def check_flags(**flags: object) -> None:
     """Raises unless each is True or False: of a tensor nobody could tell which."""
     for name, value in flags.items():
-        require(name, value, bool, "pass True or False")
+        if not isinstance(value, bool):
+            require(name, value, bool, "pass True or False")
 
 
 def needs_gradients(*inputs: Tensor | None) -> bool:
@@ -196,7 +198,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Raises unless there is one floating-point sink per query head, where the query is."""
-    require("sinks", sinks, Tensor, "pass one logit per query head")
+    if type(sinks) is not Tensor:
+        require("sinks", sinks, Tensor, "pass one logit per query head")
     if sinks.shape != (q.shape[1],):
         raise FlexCPError(
             f"sinks of shape ({q.shape[1]},): one logit per query head",
