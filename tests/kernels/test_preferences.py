@@ -39,6 +39,7 @@ def test_the_registry_takes_what_was_measured_as_the_fastest(path):
     write_preferences(path, CPU, [order()])
     assert choose(x(), x(), mask_kind=lambda: "causal").kernel == "scored"
     assert choose(x(), x(), mask_kind=lambda: "window").kernel == "flash"
+    assert choose(x(), x(), dropout=True, mask_kind=lambda: "causal").kernel == "flash"
     assert choose(x(), x()).kernel == "flash"
     assert choose(x().double(), x().double(), mask_kind=lambda: "causal").kernel == "flash"
 

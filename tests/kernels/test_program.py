@@ -4,7 +4,7 @@ import torch
 import flexcp
 from flexcp import masks
 from flexcp.kernels.compiled_shapes import CompiledShapes
-from flexcp.kernels.interface import Plane, Slab, causal_shapes
+from flexcp.kernels.interface import Plane, Shapes, Slab, allowed_pairs, causal_shapes
 from flexcp.kernels.program import STRIP_ROWS, Program, make_program
 from flexcp.kernels.shapes import shapes_of
 from kernels.cases import MASKS
@@ -120,3 +120,25 @@ def test_programs_are_made_once() -> None:
     compiled = CompiledShapes(causal_shapes(300))
     assert compiled.program(0, fused=True) is compiled.program(0, fused=True)
     assert compiled.head_groups(2, 4, 2) is compiled.head_groups(2, 4, 2)
+
+
+def test_large_triangles_are_single_squares_for_the_own_causal_mode_of_the_op() -> None:
+    slabs = tuple(
+        Slab(q0, q1, q0, q0 + 1, 0, 1) for q0, q1 in ((0, 1100), (1100, 1300), (1300, 2600))
+    )
+    program = make_program(Plane(slabs), 2600, fused=True, causal_squares=True)
+    squares = [(p.q0, p.q1, p.k0, p.k1) for p in program.pieces if p.causal]
+    assert squares == [(0, 1100, 0, 1100), (1300, 2600, 1300, 2600)]  # the short one is in strips
+    assert all(p.fused and p.first_write for p in program.pieces if p.causal)
+    assert not any(p.causal for p in make_program(Plane(slabs), 2600, fused=True).pieces)
+
+
+def test_strips_are_widened_to_whole_vectors_of_keys_that_there_are() -> None:
+    band = Plane((Slab(0, 512, 1, 1001, 1, 1),))
+    shapes = Shapes(512, 1600, ((0,),), (band,))
+    program = make_program(band, 512, fused=False, kv_len=1600)
+    assert all(piece.keys % 16 == 0 for piece in program.strips)
+    for kv_len in (1600, 1512, None):
+        program = make_program(band, 512, fused=False, kv_len=kv_len)
+        assert torch.equal(_covered(program, 512, 1600).bool(), allowed_pairs(shapes))
+        assert all(piece.k0 >= 0 and piece.k1 <= (kv_len or 1600) for piece in program.strips)

@@ -10,6 +10,9 @@ a limit, and the rank waits for the thread: with a limit, and open to news of ot
 
 from __future__ import annotations
 
+import datetime
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,10 +29,10 @@ from flexcp.comm.interface import Messages, Pending
 from flexcp.comm.labels import RoundLabel
 from flexcp.comm.lanes import group_of_mesh, make_lane_group
 from flexcp.comm.process_calls import ProcessCalls, calls_of
-from flexcp.comm.waiters import TransferError
 from flexcp.errors import FlexCPError, peer_error
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_FOREVER = datetime.timedelta(days=365)
 _GATES = 32
 """Collectives between two uses of one entry of the board; no rank is so far ahead of another."""
 _BROKEN = "broken"
@@ -96,6 +99,79 @@ class _Nothing:
         """Returns at once: it is a round without messages."""
 
 
+class Waiters:
+    """Idle threads that wait for transfers; one more is started if all are waiting."""
+
+    def __init__(self) -> None:
+        self.idle: deque[_Waiter] = deque()
+
+    def wait_for(self, works: Sequence[tuple[tuple[str, int], Any]]) -> Waiting:
+        """Begins to wait for torch's handles; each comes with what to blame if it fails."""
+        try:
+            waiter = self.idle.pop()
+        except IndexError:
+            waiter = _Waiter()
+        waiter.start(works)
+        return Waiting(self, waiter)
+
+
+class Waiting:
+    """Some transfers that a thread waits for."""
+
+    def __init__(self, waiters: Waiters, waiter: _Waiter) -> None:
+        self._waiters, self._waiter = waiters, waiter
+
+    def done_within(self, seconds: float) -> bool:
+        """Whether all have arrived; raises `TransferError` if one has failed.
+
+        After that it must not be asked again. A thread stays with its transfers until they end.
+        """
+        waiter = self._waiter
+        if not waiter.done.acquire(timeout=seconds):
+            return False
+        failure, waiter.failure = waiter.failure, None
+        self._waiters.idle.append(waiter)
+        if failure is not None:
+            raise failure
+        return True
+
+
+class TransferError(Exception):
+    """A transfer that has failed: torch's error is the cause."""
+
+    def __init__(self, blame: tuple[str, int]) -> None:
+        super().__init__(f"{blame[0]}, rank {blame[1]}")
+        self.blame = blame  # what was to be done, and the peer
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self._begin = threading.Lock()
+        self._begin.acquire()
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.failure: TransferError | None = None
+        self._works: Sequence[tuple[tuple[str, int], Any]] = ()
+        threading.Thread(target=self._run, name="flexcp-waiter", daemon=True).start()
+
+    def start(self, works: Sequence[tuple[tuple[str, int], Any]]) -> None:
+        self._works = works
+        self._begin.release()
+
+    def _run(self) -> None:
+        while True:
+            self._begin.acquire()
+            blame = ("exchange", -1)
+            try:
+                for blame, work in self._works:  # noqa: B007
+                    work.wait(_FOREVER)
+            except BaseException as error:
+                self.failure = TransferError(blame)
+                self.failure.__cause__ = error
+            self._works = ()
+            self.done.release()
+
+
 @dataclass(eq=False)
 class _InFlight:
     """Messages between this rank and others, which a thread waits for."""
@@ -109,7 +185,7 @@ class _InFlight:
     lane: Lane | None = None
 
     def __post_init__(self) -> None:
-        self._waiting = self.transport.calls.waiters.wait_for(self.works)
+        self._waiting = self.transport.waiters.wait_for(self.works)
 
     def wait(self) -> None:
         """Returns once all has arrived; raises if it never will."""
@@ -191,6 +267,11 @@ class ProcessTransport:
     def calls(self) -> ProcessCalls:
         """What the ranks of the group do together, counted alike on all of them."""
         return calls_of(self.group)
+
+    @cached_property
+    def waiters(self) -> Waiters:
+        """Of all plans over the group: there may be a new one for every step."""
+        return self.calls.derived.once(Waiters, Waiters)
 
     @cached_property
     def group_ranks(self) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from flexcp.caches import Derived
 from flexcp.comm.blocked import Waits
 from flexcp.comm.board import StoreBoard
 from flexcp.comm.calls import Calls
 from flexcp.comm.faults import answered, closed_connections, names_of
 from flexcp.comm.labels import PassLabel
-from flexcp.comm.waiters import Waiters
 from flexcp.errors import peer_error
 
 SLOW = 1.0
@@ -45,8 +45,8 @@ class ProcessCalls(Calls):
         self.store: Any = store
         self.lanes: dict[Any, Any] = {}
         """Groups for collectives, by their ranks and device; see `process.Lane`."""
-        self.waiters = Waiters()
-        """Of all plans over the group: there may be a new one for every step."""
+        self.derived = Derived()
+        """What transports over the group share."""
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -36,7 +36,7 @@ class CompiledShapes:
             _SLAB_BYTES * len(plane.slabs) + sum(tile.bits.nbytes for tile in plane.tiles)
             for plane in shapes.planes
         )
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
         self._tile_lists: dict[tuple[int, int, By, torch.device], TileLists] = {}
@@ -47,12 +47,21 @@ class CompiledShapes:
         """Which of `mask_kinds.KINDS` the mask is."""
         return mask_kind(self.shapes)
 
-    def program(self, plane: int, *, fused: bool) -> Program:
-        """What runs for the pairs of a plane, with or without fused ops for large rectangles."""
-        key = (plane, fused)
+    def program(self, plane: int, *, fused: bool, causal_squares: bool = False) -> Program:
+        """What runs for the pairs of a plane, with or without fused ops for large rectangles.
+
+        `causal_squares` says that triangles are for the op's own causal mode.
+        """
+        key = (plane, fused, causal_squares)
         if key not in self._programs:
             with tensors_to_keep():
-                made = make_program(self.shapes.planes[plane], self.shapes.q_len, fused=fused)
+                made = make_program(
+                    self.shapes.planes[plane],
+                    self.shapes.q_len,
+                    fused=fused,
+                    causal_squares=causal_squares,
+                    kv_len=self.shapes.kv_len,
+                )
             self._programs[key] = made
         return self._programs[key]
 

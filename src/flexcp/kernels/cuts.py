@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexcp.kernels.interface import Slab
@@ -22,8 +22,15 @@ _FUSED_KEYS = 512
 _FUSED_SHARE = 0.6
 """Of a stack's pairs: a smaller rectangle is not worth computing its rows in several pieces."""
 _EVEN = 64
+_VECTOR = 16
+"""Scores of a vector, and of a cache line, in float32."""
+_WIDENED = 256
+"""Keys from which a strip is widened to whole vectors."""
 _TRIANGLE = 1024
 """Rows up to which a stack without a large rectangle is computed by strips alone."""
+_SQUARE = 1024
+"""Rows from which a triangle is one call of the fused op's causal mode: a tenth faster from there
+on; below, half of the pairs that it computes and more are forbidden."""
 _CALL = 4096
 """What starting a piece costs, in pairs per head."""
 _EFFICIENCY = {128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
@@ -75,6 +82,20 @@ class Strip:
     k1: int
     slabs: tuple[Slab, ...]
 
+    def widened(self, kv_len: int | None) -> Strip:
+        """With as many keys as make rows of whole vectors, if there are that many.
+
+        These are a tenth faster than rows that begin anywhere, and cost a few forbidden pairs.
+        """
+        short = -(self.k1 - self.k0) % _VECTOR
+        if kv_len is None or not short or self.k1 - self.k0 < _WIDENED:
+            return self
+        before = min(short, self.k0)
+        after = min(short - before, kv_len - self.k1)
+        if before + after < short:
+            return self
+        return replace(self, k0=self.k0 - before, k1=self.k1 + after)
+
     @property
     def cost(self) -> float:
         """In pairs, as if all strips were as fast."""
@@ -104,6 +125,20 @@ def stacked(slabs: tuple[Slab, ...]) -> list[Stack]:
         mine.append(slab)
         ending[slab.q1].append(mine)
     return [Stack(tuple(stack)) for stack in done]
+
+
+def is_causal_square(stack: Stack) -> bool:
+    """Whether a stack is a triangle: its i-th row sees the first i + 1 of as many keys.
+
+    >>> is_causal_square(Stack((Slab(100, 1400, 100, 101, 0, 1),)))
+    True
+    """
+    first = stack.slabs[0]
+    return (
+        len(stack.slabs) == 1
+        and stack.rows >= _SQUARE
+        and (first.k1 - first.k0, first.k0_step, first.k1_step) == (1, 0, 1)
+    )
 
 
 def cut_out(stack: Stack) -> Iterator[tuple[Slab | None, Stack]]:

@@ -95,19 +95,6 @@ class Dropout:
         x = _signed((x ^ (x >> _SHIFT)) * second)
         return x >= self.threshold
 
-    def hashes_of(
-        self, batch: int, heads: int, q_at: Tensor, kv_at: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Both hashes of all rows, [batch, heads, Lq], and those of keys, [1 or batch, Lkv].
-
-        `q_at` and `kv_at` are global positions, [L] or [B, L].
-        """
-        q_at, kv_at = (x.view(-1, x.shape[-1]) for x in self.positions or (q_at, kv_at))
-        b = torch.arange(batch, device=q_at.device).view(-1, 1, 1)
-        h = torch.arange(heads, device=q_at.device).view(1, -1, 1)
-        row, second = (x.contiguous() for x in self.rows(b, h, q_at[:, None]))
-        return row, second, self.keys(kv_at).contiguous()
-
     def kept_of(self, batch: int, heads: int, q_at: Tensor, kv_at: Tensor) -> Tensor:
         """Whether each weight of whole tensors is kept, [batch, heads, Lq, Lkv].
 

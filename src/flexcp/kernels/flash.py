@@ -228,9 +228,10 @@ def _forward_group(
     dropout: Dropout | None,
 ) -> Partial:
     dtype = accumulation_dtype(q.dtype)
-    program = compiled.program(group.plane, fused=fused is not None)
+    by_mode = fused is not None and fused.causal_forward is not None
+    program = compiled.program(group.plane, fused=fused is not None, causal_squares=by_mode)
     if fused is not None and _is_one_call(program, q, k):
-        out, lse = fused.forward(q, k, v, scale)
+        out, lse = fused.mode(program.pieces[0].causal)(q, k, v, scale)
         return Partial(out.to(dtype), lse.to(dtype))
     if program.writes_every_row:
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
@@ -241,7 +242,7 @@ def _forward_group(
     highest = q.new_full(q.shape[:3], -torch.inf, dtype=dtype) if want_max else None
     for piece in program.rectangles:
         assert fused is not None
-        part, part_lse = fused.forward(
+        part, part_lse = fused.mode(piece.causal)(
             rows_of(q, piece), keys_of(k, piece), keys_of(v, piece), scale
         )
         _store(out, lse, part.to(dtype), part_lse.to(dtype), piece)

@@ -3,8 +3,8 @@
 A piece is either a large rectangle, which a fused op computes whole, or a strip: at most 128 rows
 and one range of keys, with the few forbidden pairs at its edges, which batched matrix products
 compute. Triangles are halved until they are small, so that what is not a rectangle is a thin
-staircase along the diagonal; a fused op's own causal mode computes up to 512 keys too many per
-row there.
+staircase along the diagonal. Where the fused op's own causal mode is faster, though it computes up
+to 512 keys too many per row, a triangle is one piece.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flexcp.kernels.cuts import STRIP_ROWS, Strip, cut_out, stacked, strips_of
+from flexcp.kernels.cuts import (
+    STRIP_ROWS,
+    Strip,
+    cut_out,
+    is_causal_square,
+    stacked,
+    strips_of,
+)
 from flexcp.kernels.interface import Plane, Slab
 
 _STRIP_PAIRS = STRIP_ROWS * 4096
@@ -48,12 +55,14 @@ class Piece:
     k0: int
     k1: int
     fused: bool
-    """Whether a fused op computes it; then nothing in it is forbidden."""
+    """Whether a fused op computes it; then nothing in it is forbidden, but what `causal` says."""
     first_write: bool
     """Whether no piece before it writes to any of its rows, so that it need not merge."""
     forbidden: tuple[Forbidden, ...] = ()
     has_fully_masked_rows: bool = False
     """Whether some row sees nothing in this piece."""
+    causal: bool = False
+    """Whether it is a square whose i-th row sees its first i + 1 keys, by the op's own mode."""
     rows: int = field(init=False)
     """How many query rows."""
     keys: int = field(init=False)
@@ -132,8 +141,18 @@ def row_stride(keys: int) -> int:
     return keys if keys % 256 else keys + _PADDING
 
 
-def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
+def make_program(
+    plane: Plane,
+    q_len: int,
+    *,
+    fused: bool,
+    causal_squares: bool = False,
+    kv_len: int | None = None,
+) -> Program:
     """The pieces of a plane. Without `fused`, all of them are strips.
+
+    With `causal_squares`, a triangle is one piece for the fused op's causal mode. With `kv_len`,
+    the number of keys that there are, strips are widened to even numbers of keys.
 
     >>> from flexcp.kernels.interface import causal_shapes
     >>> program = make_program(causal_shapes(4096).planes[0], 4096, fused=True)
@@ -143,8 +162,12 @@ def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
     32
     """
     rectangles: list[Slab] = []
+    squares: list[Slab] = []
     strips: list[Strip] = []
     for stack in stacked(plane.slabs):
+        if causal_squares and is_causal_square(stack):
+            squares.append(stack.slabs[0])
+            continue
         for rectangle, part in cut_out(stack) if fused else [(None, stack)]:
             if rectangle is not None:
                 rectangles.append(rectangle)
@@ -163,8 +186,10 @@ def make_program(plane: Plane, q_len: int, *, fused: bool) -> Program:
 
     for r in sorted(rectangles, key=lambda s: (s.q0, s.k0)):
         add(r.q0, r.q1, r.k0, r.k1, fused=True)
+    for s in sorted(squares, key=lambda s: (s.q0, s.k0)):
+        add(s.q0, s.q1, s.k0, s.k0 + s.rows, fused=True, causal=True)
     known: dict[object, list[tuple[int, int, tuple[Forbidden, ...], bool]]] = {}
-    for strip in _joined_if_cheaper(strips):
+    for strip in (strip.widened(kv_len) for strip in _joined_if_cheaper(strips)):
         for c0, c1, forbidden, fully_masked in _edges(strip, known):
             add(
                 strip.q0,

@@ -144,7 +144,7 @@ def choose(
     if kernel == "reference":
         return Choice("reference", None, (_ASKED,))
     asked: tuple[str, ...] = () if kernel is None else (_ASKED,)
-    on_gpu = kernel is None and q.device.type == "cuda" and not is_one_rectangle
+    on_gpu = kernel is None and q.device.type == "cuda" and (dropout or not is_one_rectangle)
     if kernel == "triton":
         _require_triton(q, v, score_mod, max_scores, wishes)
         return _triton(q, v, wishes, asked)
@@ -322,7 +322,10 @@ def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
         if why_not is None and _leaves_threads_idle(q):
             why_not = f"{op.name} runs one batch element and head per thread; there are too few"
         if why_not is None:
-            return op, (*refusals, f"{op.name} takes {q.dtype} on {q.device.type}")
+            found = [*refusals, f"{op.name} takes {q.dtype} on {q.device.type}"]
+            if op.causal_forward is not None:
+                found.append("triangles by the op's own causal mode forward, cut up backward")
+            return op, tuple(found)
         refusals.append(why_not)
     if not refusals:
         refusals.append(f"no fused op is known for {q.device.type}")

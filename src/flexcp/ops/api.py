@@ -48,7 +48,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # 0.0 would be a symbol under torch.compile(dynamic=True)
     dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as torch's `flex_attention`, with gradients for everything.
@@ -149,7 +149,7 @@ def attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # 0.0 would be a symbol under torch.compile(dynamic=True)
     dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries over the whole sequence, with gradients.
@@ -187,7 +187,8 @@ def attention(
     >>> torch.allclose(simulate(rank, 3)[0], torch.ones(1, 2, 10, 4))
     True
     """
-    require("plan", plan, Plan, "pass what flexcp.make_plan returned")
+    if type(plan) is not Plan:
+        require("plan", plan, Plan, "pass what flexcp.make_plan returned")
     check_flags(return_lse=return_lse)
     out, lse = attention_of_heads(
         q, k, v, plan, mask, score_mod, scale, sinks, kernel, dropout_p, dropout_seed
@@ -215,7 +216,8 @@ def attention_of_heads(
         with tell_ranks_on_error(plan):
             scale = as_scale(scale)
             q, k, v = _checked(q, k, v, sinks)
-            check_score_mod(score_mod)
+            if score_mod is not None:
+                check_score_mod(score_mod)
             if kernel is not None:
                 require("kernel", kernel, str, "pass a name of flexcp.kernels.KERNELS")
             p, given = as_dropout_p(dropout_p), as_dropout_seed(dropout_seed)

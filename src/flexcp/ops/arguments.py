@@ -101,7 +101,8 @@ _LARGEST_SCALE = float(torch.finfo(torch.float32).max)
 def check_flags(**flags: object) -> None:
     """Raises unless each is True or False: of a tensor nobody could tell which."""
     for name, value in flags.items():
-        require(name, value, bool, "pass True or False")
+        if not isinstance(value, bool):
+            require(name, value, bool, "pass True or False")
 
 
 def needs_gradients(*inputs: Tensor | None) -> bool:
@@ -197,7 +198,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Raises unless there is one floating-point sink per query head, where the query is."""
-    require("sinks", sinks, Tensor, "pass one logit per query head")
+    if type(sinks) is not Tensor:
+        require("sinks", sinks, Tensor, "pass one logit per query head")
     if sinks.shape != (q.shape[1],):
         raise FlexCPError(
             f"sinks of shape ({q.shape[1]},): one logit per query head",
@@ -236,13 +238,13 @@ def as_dropout_p(p: float) -> float:
     0.0
     """
     is_number = isinstance(p, (int, float)) and not isinstance(p, bool)
-    if not is_number or not 0 <= p < 1:
+    if not is_number or not 0 <= p < 1:  # neither is NaN
         raise FlexCPError(
             "dropout_p to be a number of at least 0 and below 1",
             repr(p),
             "pass the share of attention weights that are to be dropped",
         )
-    return float(p)
+    return float(p) if p > 0 else 0.0  # a constant, where a compiler takes numbers for symbols
 
 
 def as_dropout_seed(seed: object) -> Seed | None:

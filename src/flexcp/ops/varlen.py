@@ -48,7 +48,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention within each of several sequences that are packed one after the other.
@@ -112,7 +112,7 @@ def packed_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     dropout_seed: Seed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`varlen_attention`, once it is known what is packed where."""

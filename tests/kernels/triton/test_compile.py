@@ -23,6 +23,7 @@ from flexcp.kernels.triton.compile import SHARED_LIMIT, _require_known
 COMPILE = """
 import json, re, sys, torch
 from dataclasses import asdict
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.triton.compile import machine_code
 from flexcp.kernels.triton.tuning import tuning_for
 
@@ -44,9 +45,10 @@ def loops(text):
     return found
 
 rows = []
-for arch, name, dim, dtype, tile in json.loads(sys.argv[1]):
-    tuning = tuning_for(arch, dim, dim, getattr(torch, dtype), tile and f"{name}={tile}")[0]
-    made = machine_code(arch, name, dim, getattr(torch, dtype), tuning)
+for arch, name, dim, kind, tile in json.loads(sys.argv[1]):
+    dtype, dropout = getattr(torch, kind.split()[0]), Dropout(0.1, 3) if "dropout" in kind else None
+    tuning = tuning_for(arch, dim, dim, dtype, tile and f"{name}={tile}")[0]
+    made = machine_code(arch, name, dim, dtype, tuning, dropout=dropout)
     rows.append({**asdict(made.report), "loops": loops(made.text),
                  "tf32": "tf32" in made.intermediate.lower() + made.text.lower()})
 print(json.dumps(rows))
@@ -62,7 +64,7 @@ LONGEST_LOOPS = {
 """Instructions of the forward kernel's loops at head dim 128, over full and partial tiles."""
 
 Wanted = tuple[str, str, int, str, str]
-"""Architecture, kernel, head dim, type, and a tile or ""."""
+"""Architecture, kernel, head dim, type (and whether weights are dropped), and a tile or ""."""
 KERNELS = ("forward", "dq", "dkdv")
 AT_64_AND_128 = [*product(NVIDIA, ("prep", *KERNELS), (64, 128), ["bfloat16"], [""])]
 AT_256 = [
@@ -70,6 +72,7 @@ AT_256 = [
     *product(["sm_86"], KERNELS, [256], ["bfloat16"], [""]),
 ]
 SINGLE = [("sm_80", "dkdv", 64, "float32", ""), ("sm_100", "dkdv", 64, "float32", "")]
+DROPPING = [*product(["sm_80"], KERNELS, [128], ["bfloat16 dropout"], [""])]
 ON_AMD = [*product(["gfx942"], KERNELS, [128], ["float16"], [""])]
 LOOPS = [(arch, "forward", 128, "bfloat16", tile) for arch, tile in LONGEST_LOOPS]
 IN_FLOAT32 = [*product(["sm_80", "sm_90"], KERNELS, [16], ["float32"], ["16x16 w4 s1"])]
@@ -78,7 +81,9 @@ IN_FLOAT32 = [*product(["sm_80", "sm_90"], KERNELS, [16], ["float32"], ["16x16 w
 @pytest.fixture(scope="module")
 def reports() -> Mapping[Wanted, dict[str, Any]]:
     """Every kernel that a test here asks for: one process compiles them all, each once."""
-    wanted = list(dict.fromkeys([*AT_64_AND_128, *AT_256, *SINGLE, *ON_AMD, *LOOPS, *IN_FLOAT32]))
+    wanted = list(
+        dict.fromkeys([*AT_64_AND_128, *AT_256, *SINGLE, *DROPPING, *ON_AMD, *LOOPS, *IN_FLOAT32])
+    )
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(wanted)],
@@ -98,7 +103,7 @@ def test_nothing_spills_and_all_fits_at_head_dims_64_and_128(
         assert (row["matrix_ops"] > 0) == (row["kernel"] != "prep"), row
 
 
-@pytest.mark.parametrize("wanted", [*AT_256, *SINGLE, *ON_AMD])
+@pytest.mark.parametrize("wanted", [*AT_256, *SINGLE, *DROPPING, *ON_AMD])
 def test_nothing_spills_and_all_fits_where_it_is_tight(
     wanted: Wanted, reports: Mapping[Wanted, dict[str, Any]]
 ) -> None:

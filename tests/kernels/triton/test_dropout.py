@@ -1,16 +1,60 @@
 """Dropout in the Triton kernels: the bits of the oracle, on one device and over ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexcp
 from flexcp import masks
+from flexcp.kernels import choose
+from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
+from flexcp.kernels.interface import causal_shapes, full_shapes
+from flexcp.kernels.triton.kernel import TritonKernel
+from flexcp.kernels.triton.launch import Launch
+from flexcp.kernels.triton.tuning import INTERPRETER
 from flexcp.testing import simulate
 from flexcp.testing.tolerance import assert_close
 from kernels.cases import MASKS
 from kernels.triton.comparison import APART, SMALL, Sizes, assert_exact, errors
+from kernels.triton.test_launches import Operations
+
+
+def test_exactly_the_weights_that_their_positions_name_are_dropped() -> None:
+    length, dropout = 70, Dropout(0.3, -12345678901234567, first_batch=2, first_head=1)
+    at = torch.arange(length) * 1_000_003 % 999_983
+    shapes = replace(full_shapes(length, length), q_positions=at, kv_positions=at.flip(0))
+    q = torch.zeros(1, 2, length, 16)  # all weights of a row are alike
+    v = torch.eye(length).expand(1, 2, length, length)
+    compiled = CompiledShapes(shapes)
+    found = TritonKernel(SMALL).forward(q, q, v, compiled, scale=1.0, dropout=dropout)
+    assert torch.equal(found.out != 0, dropout.kept_of(1, 2, at, at.flip(0)))
+
+
+def test_dropout_asks_torch_for_nothing_but_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "run", lambda launch, function: None)
+    x, compiled = torch.zeros(1, 2, 64, 16), CompiledShapes(causal_shapes(64))
+    kernel, options = TritonKernel(INTERPRETER), {"scale": 1.0, "dropout": Dropout(0.5, 3)}
+    former = kernel.forward(x, x, x, compiled, **options)
+    delta = kernel.delta(x, x, None)
+    given = (x, x, x, x, x, former.lse, compiled)
+    first = kernel.backward(*given, delta=delta, **options)
+    found = {"grad_q": first.q, "grad_kv": (first.k, first.v)}
+    with Operations() as operations:
+        kernel.forward(x, x, x, compiled, former=former, **options)
+        kernel.backward(*given, delta=delta, **found, **options)
+    assert operations.counts == {}
+
+
+def test_a_gpu_gets_them_for_dropout_without_a_mask_too() -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 64, 64, dtype=torch.bfloat16, device="cuda")
+        for is_one_rectangle in (False, True):
+            choice = choose(q, q, dropout=True, is_one_rectangle=is_one_rectangle)
+            assert (choice.kernel, choice.varlen) == ("triton", None)
 
 
 @pytest.mark.parametrize(("name", "tuning"), [("noise", SMALL), ("causal", APART)])

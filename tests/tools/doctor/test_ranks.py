@@ -73,7 +73,9 @@ def test_a_rank_that_sends_wrong_rows_is_named():
     assert "rank 1:" not in said
     assert "look at the links between these ranks" in found["transport"].fix
     assert found["plan by exchange"].outcome == "failed"
-    assert "out is off by" in found["plan by exchange"].said
+    assert "causal: " in found["plan by exchange"].said
+    assert " is off by " in found["plan by exchange"].said
+    assert "no answer" not in found["plan by exchange"].said
 
 
 def dies(context, deadline):

@@ -10,13 +10,15 @@ import triton.language as tl
 from flexcp.kernels.triton.forward import LOG2_E
 from flexcp.kernels.triton.tile_steps import (
     add_product,
-    kept_pairs,
+    is_kept,
     kernel,
+    key_hashes,
     product,
     read,
     read_bits,
     read_former,
     read_listed,
+    row_hashes,
     tile_base,
     tile_offsets,
     write,
@@ -66,7 +68,7 @@ def read_lse(base, rows_left, BM: tl.constexpr):
 
 @triton.jit
 def dq_step(
-    q, g, k, v, lse, delta, sums, score_scale, allowed, kept, keep_factor,
+    q, g, k, v, lse, delta, sums, score_scale, allowed, kept, factor,
     MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Adds what one key tile gives to the gradient of the queries."""
@@ -76,16 +78,15 @@ def dq_step(
     weights = tl.math.exp2(scores * score_scale - lse[:, None])
     grad_weights = product(g, v.T, WIDEN)
     if DROPOUT:
-        grad_weights = tl.where(kept, grad_weights * keep_factor, 0.0)
+        grad_weights = tl.where(kept, grad_weights * factor, 0.0)
     grad_scores = weights * (grad_weights - delta[:, None])
     return add_product(sums, grad_scores.to(k.dtype), k, WIDEN)
 
 
 @kernel
 def dq(
-    q, k, v, grad_out, lse, delta, grad_q,
+    q, k, v, grad_out, lse, delta, grad_q, q_at, kv_at,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
-    row_hash, second_hash, key_hash,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
@@ -93,14 +94,14 @@ def dq(
     lse_batch: tl.int64, lse_head: tl.int64,
     delta_batch: tl.int64, delta_head: tl.int64,
     dq_batch: tl.int64, dq_head: tl.int64, dq_row: tl.int64,
+    q_at_batch: tl.int64, kv_at_batch: tl.int64, seed: tl.int64, first_batch: tl.int64,
+    first_head: tl.int64, threshold: tl.int32, factor: tl.float32,
     plane_batch: tl.int32, plane_head: tl.int32,
-    hash_batch: tl.int64, hash_head: tl.int64, key_batch: tl.int64,
     heads: tl.int32, group: tl.int32, q_len: tl.int32, kv_len: tl.int32, tiles: tl.int32,
     has_former: tl.int32, sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
-    threshold: tl.int32, keep_factor: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    TMA: tl.constexpr, WIDEN: tl.constexpr, DROPOUT: tl.constexpr,
+    TMA: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one query tile, added to what is there if `has_former`."""
     program = tl.program_id(0)
@@ -131,13 +132,13 @@ def dq(
     k_offsets = tile_offsets(k_row, UNIT, BN, D)
     v_offsets = tile_offsets(v_row, UNIT, BN, DV)
     sums = tl.zeros([BM, D], tl.float32)
-    kept = True
     if DROPOUT:
-        at_rows = batch * hash_batch + head * hash_head + first + rows
-        row_bits = tl.load(row_hash + at_rows, mask=rows < rows_left, other=0)[:, None]
-        second_bits = tl.load(second_hash + at_rows, mask=rows < rows_left, other=0)[:, None]
+        q_positions = tl.load(
+            q_at + batch * q_at_batch + first + rows, mask=rows < rows_left, other=0
+        )
+        row_hash, again = row_hashes(seed, batch + first_batch, head + first_head, q_positions)
         cols = tl.arange(0, BN)
-        keys = key_hash + batch * key_batch + cols
+        key_positions = kv_at + batch * kv_at_batch + cols
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
         row = tl.load(full_tile + at) * BN
@@ -149,11 +150,13 @@ def dq(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
             VALUE_DIM, False, UNIT, TMA,
         )  # fmt: skip
+        kept = True
         if DROPOUT:
-            kept = kept_pairs(row_bits, second_bits, tl.load(keys + row)[None, :], threshold)
+            key_hash = key_hashes(seed, tl.load(key_positions + row))
+            kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
         sums = dq_step(
-            q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, True,
-            kept, keep_factor, False, DROPOUT, WIDEN,
+            q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, True, kept,
+            factor, False, DROPOUT, WIDEN,
         )  # fmt: skip
 
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
@@ -167,12 +170,14 @@ def dq(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
             VALUE_DIM, True, UNIT, TMA,
         )  # fmt: skip
+        kept = True
         if DROPOUT:
-            key_bits = tl.load(keys + row, mask=cols < kv_len - row, other=0)[None, :]
-            kept = kept_pairs(row_bits, second_bits, key_bits, threshold)
+            positions = tl.load(key_positions + row, mask=cols < kv_len - row, other=0)
+            key_hash = key_hashes(seed, positions)
+            kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
         sums = dq_step(
-            q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, allowed,
-            kept, keep_factor, True, DROPOUT, WIDEN,
+            q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, allowed, kept,
+            factor, True, DROPOUT, WIDEN,
         )  # fmt: skip
 
     base = tile_base(grad_q, batch, head, first, dq_batch, dq_head, dq_row, OUT_UNIT)
@@ -183,8 +188,8 @@ def dq(
 
 @triton.jit
 def dkdv_step(
-    q, g, k, v, lse, delta, k_sums, v_sums, score_scale, allowed, kept, keep_factor,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, DK: tl.constexpr, DV_WANTED: tl.constexpr,
+    q, g, k, v, lse, delta, k_sums, v_sums, score_scale, allowed, kept, factor,
+    MASKED: tl.constexpr, DK: tl.constexpr, DV_WANTED: tl.constexpr, DROPOUT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Adds what one query tile gives to the gradients of the keys and values."""
@@ -193,14 +198,14 @@ def dkdv_step(
         scores = tl.where(allowed, scores, float("-inf"))
     weights = tl.math.exp2(scores * score_scale - lse[None, :])
     if DV_WANTED:
-        of_values = weights
+        weights_kept = weights
         if DROPOUT:
-            of_values = tl.where(kept, weights * keep_factor, 0.0)
-        v_sums = add_product(v_sums, of_values.to(g.dtype), g, WIDEN)
+            weights_kept = tl.where(kept, weights * factor, 0.0)
+        v_sums = add_product(v_sums, weights_kept.to(g.dtype), g, WIDEN)
     if DK:
         grad_weights = product(v, g.T, WIDEN)
         if DROPOUT:
-            grad_weights = tl.where(kept, grad_weights * keep_factor, 0.0)
+            grad_weights = tl.where(kept, grad_weights * factor, 0.0)
         grad_scores = weights * (grad_weights - delta[None, :])
         k_sums = add_product(k_sums, grad_scores.to(q.dtype), q, WIDEN)
     return k_sums, v_sums
@@ -208,9 +213,8 @@ def dkdv_step(
 
 @kernel
 def dkdv(
-    q, k, v, grad_out, lse, delta, grad_k, grad_v,
+    q, k, v, grad_out, lse, delta, grad_k, grad_v, q_at, kv_at,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
-    row_hash, second_hash, key_hash,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
@@ -219,15 +223,15 @@ def dkdv(
     delta_batch: tl.int64, delta_head: tl.int64,
     dk_batch: tl.int64, dk_head: tl.int64, dk_row: tl.int64,
     dv_batch: tl.int64, dv_head: tl.int64, dv_row: tl.int64,
+    q_at_batch: tl.int64, kv_at_batch: tl.int64, seed: tl.int64, first_batch: tl.int64,
+    first_head: tl.int64, threshold: tl.int32, factor: tl.float32,
     plane_batch: tl.int32, plane_head: tl.int32,
-    hash_batch: tl.int64, hash_head: tl.int64, key_batch: tl.int64,
     kv_heads: tl.int32, group: tl.int32, q_len: tl.int32, kv_len: tl.int32, tiles: tl.int32,
     sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
-    threshold: tl.int32, keep_factor: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    DK: tl.constexpr, DV_WANTED: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    DK: tl.constexpr, DV_WANTED: tl.constexpr, TMA: tl.constexpr, DROPOUT: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one key tile, over the query tiles of all heads that share it.
 
@@ -257,12 +261,13 @@ def dkdv(
     rows = tl.arange(0, BM)
     k_sums = tl.zeros([BN, D], tl.float32)
     v_sums = tl.zeros([BN, DV], tl.float32)
-    kept = True
     if DROPOUT:
-        cols = tl.arange(0, BN)
-        key_bits = tl.load(
-            key_hash + batch * key_batch + first + cols, mask=cols < rows_left, other=0
-        )[:, None]
+        keys = tl.arange(0, BN)
+        key_positions = tl.load(
+            kv_at + batch * kv_at_batch + first + keys, mask=keys < rows_left, other=0
+        )
+        key_hash = key_hashes(seed, key_positions)
+        q_positions = q_at + batch * q_at_batch + rows
 
     for member in tl.range(0, group):
         head = kv_head * group + member
@@ -270,7 +275,6 @@ def dkdv(
         line = plane * tiles + tile
         head_lse = lse + batch * lse_batch + head * lse_head
         head_delta = delta + batch * delta_batch + head * delta_head
-        head_rows = batch * hash_batch + head * hash_head + rows
 
         for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
             row = tl.load(full_tile + at) * BM
@@ -284,13 +288,16 @@ def dkdv(
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, BM, BM)
             row_delta = tl.load(head_delta + row + rows)
+            kept = True
             if DROPOUT:
-                row_bits = tl.load(row_hash + head_rows + row)[None, :]
-                second_bits = tl.load(second_hash + head_rows + row)[None, :]
-                kept = kept_pairs(row_bits, second_bits, key_bits, threshold)
+                positions = tl.load(q_positions + row)
+                row_hash, again = row_hashes(
+                    seed, batch + first_batch, head + first_head, positions
+                )
+                kept = is_kept(row_hash[None, :], again[None, :], key_hash[:, None], threshold)
             k_sums, v_sums = dkdv_step(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
-                True, kept, keep_factor, False, DROPOUT, DK, DV_WANTED, WIDEN,
+                True, kept, factor, False, DK, DV_WANTED, DROPOUT, WIDEN,
             )  # fmt: skip
 
         for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
@@ -306,14 +313,16 @@ def dkdv(
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, q_len - row, BM)
             row_delta = tl.load(head_delta + row + rows, mask=rows < q_len - row, other=0.0)
+            kept = True
             if DROPOUT:
-                inside = rows < q_len - row
-                row_bits = tl.load(row_hash + head_rows + row, mask=inside, other=0)[None, :]
-                second_bits = tl.load(second_hash + head_rows + row, mask=inside, other=0)[None, :]
-                kept = kept_pairs(row_bits, second_bits, key_bits, threshold)
+                positions = tl.load(q_positions + row, mask=rows < q_len - row, other=0)
+                row_hash, again = row_hashes(
+                    seed, batch + first_batch, head + first_head, positions
+                )
+                kept = is_kept(row_hash[None, :], again[None, :], key_hash[:, None], threshold)
             k_sums, v_sums = dkdv_step(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
-                allowed, kept, keep_factor, True, DROPOUT, DK, DV_WANTED, WIDEN,
+                allowed, kept, factor, True, DK, DV_WANTED, DROPOUT, WIDEN,
             )  # fmt: skip
 
     if DK:

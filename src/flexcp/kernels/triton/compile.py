@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.interface import Partial, causal_shapes
 from flexcp.kernels.triton import kernel as launches
 from flexcp.kernels.triton.available import kernels, refuses, require_triton
@@ -33,6 +34,7 @@ _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int32: "i32",
+    torch.int64: "i64",
 }
 _MATRIX_OPS = re.compile(r"\b(?:HMMA|HGMMA|UTC\w*MMA|v_mfma_\w+)")
 SHARED_LIMIT = {
@@ -125,6 +127,7 @@ def machine_code(
     tuning: Tuning | None = None,
     *,
     value_dim: int | None = None,
+    dropout: Dropout | None = None,
 ) -> MachineCode:
     """One kernel, compiled in this process; values have the same head dim if none is given."""
     from triton import compile as triton_compile
@@ -134,7 +137,7 @@ def machine_code(
     _require_known(arch)
     value_dim = value_dim or head_dim
     tuning = tuning_for(arch, head_dim, value_dim, dtype)[0] if tuning is None else tuning
-    launch = dict(_launches(head_dim, value_dim, dtype, tuning))[name]
+    launch = dict(_launches(head_dim, value_dim, dtype, tuning, dropout))[name]
     forward, backward = kernels()
     function = getattr(forward if name == "forward" else backward, launch.kernel)
     signature, constants = _signature(function, launch)
@@ -155,7 +158,7 @@ def machine_code(
 
 
 def _launches(
-    dim: int, value_dim: int, dtype: torch.dtype, tuning: Tuning
+    dim: int, value_dim: int, dtype: torch.dtype, tuning: Tuning, dropout: Dropout | None
 ) -> Iterator[tuple[str, Launch]]:
     """The launches of a small call, by the names of the kernels."""
     q, v = (torch.zeros(1, 2, 128, d, dtype=dtype) for d in (dim, value_dim))
@@ -164,18 +167,21 @@ def _launches(
     shapes = CompiledShapes(causal_shapes(128))
     yield (
         "forward",
-        launches.forward_launch(q, q, v, Partial(out, lse), shapes, 1.0, tuning.forward, False),
+        launches.forward_launch(
+            q, q, v, Partial(out, lse), shapes, 1.0, tuning.forward, False, dropout
+        ),
     )
     yield "prep", launches.prep_launch(v, v, None, lse)
     given = (v, q, q, v, lse, lse)
-    yield "dq", launches.dq_launch(*given, dq, shapes, 1.0, tuning.dq, False)
+    yield "dq", launches.dq_launch(*given, dq, shapes, 1.0, tuning.dq, False, dropout)
     apart = tuning.dv is not None
     for name, config, wanted in (
         ("dk" if apart else "dkdv", tuning.dkdv, {"DK": True, "DV_WANTED": not apart}),
         ("dv", tuning.dv, {"DK": False, "DV_WANTED": True}),
     ):
         if config is not None:
-            yield name, launches.dkdv_launch(*given, dq, out, shapes, 1.0, config, wanted)
+            made = launches.dkdv_launch(*given, dq, out, shapes, 1.0, config, wanted, dropout)
+            yield name, made
 
 
 def _signature(function: Any, launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:

@@ -9,13 +9,15 @@ import triton.language as tl
 
 from flexcp.kernels.triton.tile_steps import (
     add_product,
-    kept_pairs,
+    is_kept,
     kernel,
+    key_hashes,
     product,
     read,
     read_bits,
     read_former,
     read_listed,
+    row_hashes,
     tile_base,
     tile_offsets,
     write,
@@ -29,7 +31,7 @@ FLOOR = tl.constexpr(-3.4e38)
 
 @triton.jit
 def softmax_step(
-    scores, v, highest, total, sums, score_scale, allowed, kept, keep_factor,
+    scores, v, highest, total, sums, score_scale, allowed, kept,
     MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of scores joins the running maximum, the denominators and the sums of values."""
@@ -40,34 +42,34 @@ def softmax_step(
     rescale = tl.math.exp2(highest - new_highest)
     total = total * rescale + tl.sum(weights, 1)
     if DROPOUT:
-        weights = tl.where(kept, weights * keep_factor, 0.0)
+        weights = tl.where(kept, weights, 0.0)
     sums = add_product(sums * rescale[:, None], weights.to(v.dtype), v, WIDEN)
     return new_highest, total, sums
 
 
 @kernel
 def forward(
-    q, k, v, out, lse,
+    q, k, v, out, lse, q_at, kv_at,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
-    row_hash, second_hash, key_hash,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
     lse_batch: tl.int64, lse_head: tl.int64,
+    q_at_batch: tl.int64, kv_at_batch: tl.int64, seed: tl.int64, first_batch: tl.int64,
+    first_head: tl.int64, threshold: tl.int32, factor: tl.float32,
     plane_batch: tl.int32, plane_head: tl.int32,
-    hash_batch: tl.int64, hash_head: tl.int64, key_batch: tl.int64,
     heads: tl.int32, group: tl.int32, q_len: tl.int32, kv_len: tl.int32, tiles: tl.int32,
     has_former: tl.int32, sign: tl.float32, score_scale: tl.float32,
-    threshold: tl.int32, keep_factor: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    TMA: tl.constexpr, WIDEN: tl.constexpr, DROPOUT: tl.constexpr,
+    TMA: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Out and lse of one query tile, merged with what is there if `has_former`.
 
     `sign` is that of the scale and is folded into q, so that `score_scale` (times log2 e) is
-    positive and the largest score stays the largest.
+    positive and the largest score stays the largest. With DROPOUT, sums are kept without `factor`,
+    by which weights that are not dropped grow.
     """
     program = tl.program_id(0)
     batch = (program // tiles // heads).to(tl.int64)
@@ -91,18 +93,18 @@ def forward(
     out_base = tile_base(out, batch, head, first, out_batch, out_head, out_row, OUT_UNIT)
     out_offsets = tile_offsets(out_row, OUT_UNIT, BM, DV)
 
-    kept = True
-    if DROPOUT:
-        at_rows = batch * hash_batch + head * hash_head + first + rows
-        row_bits = tl.load(row_hash + at_rows, mask=rows < rows_left, other=0)[:, None]
-        second_bits = tl.load(second_hash + at_rows, mask=rows < rows_left, other=0)[:, None]
-        cols = tl.arange(0, BN)
-        keys = key_hash + batch * key_batch + cols
-
     former = tl.load(row_lse, mask=rows < rows_left * has_former, other=float("-inf"))
     highest = tl.maximum(former * LOG2_E, FLOOR)
     total = tl.where(former == float("-inf"), 0.0, 1.0)
     sums = read_former(out_base, out_offsets, rows_left, has_former, VALUE_DIM).to(tl.float32)
+    if DROPOUT:
+        sums = sums / factor
+        q_positions = tl.load(
+            q_at + batch * q_at_batch + first + rows, mask=rows < rows_left, other=0
+        )
+        row_hash, again = row_hashes(seed, batch + first_batch, head + first_head, q_positions)
+        cols = tl.arange(0, BN)
+        key_positions = kv_at + batch * kv_at_batch + cols
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
         row = tl.load(full_tile + at) * BN
@@ -115,12 +117,13 @@ def forward(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
             VALUE_DIM, False, UNIT, TMA,
         )  # fmt: skip
+        kept = True
         if DROPOUT:
-            kept = kept_pairs(row_bits, second_bits, tl.load(keys + row)[None, :], threshold)
+            key_hash = key_hashes(seed, tl.load(key_positions + row))
+            kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
         highest, total, sums = softmax_step(
-            scores, v_tile, highest, total, sums, score_scale, True, kept, keep_factor,
-            False, DROPOUT, WIDEN,
-        )  # fmt: skip
+            scores, v_tile, highest, total, sums, score_scale, True, kept, False, DROPOUT, WIDEN
+        )
 
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
         row = tl.load(partial_tile + at) * BN
@@ -134,14 +137,17 @@ def forward(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
             VALUE_DIM, True, UNIT, TMA,
         )  # fmt: skip
+        kept = True
         if DROPOUT:
-            key_bits = tl.load(keys + row, mask=cols < kv_len - row, other=0)[None, :]
-            kept = kept_pairs(row_bits, second_bits, key_bits, threshold)
+            positions = tl.load(key_positions + row, mask=cols < kv_len - row, other=0)
+            key_hash = key_hashes(seed, positions)
+            kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
         highest, total, sums = softmax_step(
-            scores, v_tile, highest, total, sums, score_scale, allowed, kept, keep_factor,
-            True, DROPOUT, WIDEN,
-        )  # fmt: skip
+            scores, v_tile, highest, total, sums, score_scale, allowed, kept, True, DROPOUT, WIDEN
+        )
 
+    if DROPOUT:
+        sums = sums * factor
     seen = total > 0.0
     total = tl.where(seen, total, 1.0)
     write(out_base, out_offsets, sums / total[:, None], rows_left, VALUE_DIM)

@@ -15,6 +15,7 @@ from flexcp.kernels.triton.launch import (
     Launch,
     described,
     dim_constants,
+    dropout_arguments,
     mask_arguments,
     padded,
     readable,
@@ -64,9 +65,16 @@ class TritonKernel:
         else:
             former_or_new = former
         launch = forward_launch(
-            q, k, v, former_or_new, compiled, scale, self.tuning.forward, former is not None,
+            q,
+            k,
+            v,
+            former_or_new,
+            compiled,
+            scale,
+            self.tuning.forward,
+            former is not None,
             dropout,
-        )  # fmt: skip
+        )
         launch.run(kernels()[0].forward)
         return former_or_new
 
@@ -147,8 +155,8 @@ def forward_launch(
     unit, out_unit = unit_of(q, k, v), unit_of(result.out)
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": result.out, "lse": result.lse,
-        **mask_arguments(lists), **score_arguments(scale),
-        **_dropout_arguments(dropout, compiled, q, lists.order),
+        **mask_arguments(lists), **dropout_arguments(dropout, compiled, lists, q.device),
+        **score_arguments(scale),
         **strides("q", q, unit), **strides("k", k, unit), **strides("v", v, unit),
         **strides("out", result.out, out_unit), **row_strides("lse", result.lse),
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
@@ -200,8 +208,8 @@ def dq_launch(
     arguments: dict[str, Any] = {
         **_backward_inputs(grad_out, q, k, v, lse, delta, unit),
         "grad_q": grad_q, **strides("dq", grad_q, out_unit),
-        **mask_arguments(lists), **score_arguments(scale), "scale": scale,
-        **_dropout_arguments(dropout, compiled, q, lists.order),
+        **mask_arguments(lists), **dropout_arguments(dropout, compiled, lists, q.device),
+        **score_arguments(scale), "scale": scale,
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
     }  # fmt: skip
@@ -234,35 +242,14 @@ def dkdv_launch(
         **_backward_inputs(grad_out, q, k, v, lse, delta, unit),
         "grad_k": grad_k, **strides("dk", grad_k, out_unit),
         "grad_v": grad_v, **strides("dv", grad_v, out_unit),
-        **mask_arguments(lists), **score_arguments(scale), "scale": scale,
-        **_dropout_arguments(dropout, compiled, q, lists.order),
+        **mask_arguments(lists), **dropout_arguments(dropout, compiled, lists, q.device),
+        **score_arguments(scale), "scale": scale,
         **_sizes(q, k), "kv_heads": k.shape[1],
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
         **wanted,
     }  # fmt: skip
     arguments |= described(arguments, ("q", "grad_out"), config.rows, unit, config)
     return Launch("dkdv", lists.lines * k.shape[0] * k.shape[1], arguments, config)
-
-
-def _dropout_arguments(
-    dropout: Dropout | None, compiled: CompiledShapes, q: Tensor, unread: Tensor
-) -> dict[str, Any]:
-    """The hashes of rows and keys, as kernels get them; without dropout they are not read."""
-    if dropout is None:
-        return {
-            "row_hash": unread, "second_hash": unread, "key_hash": unread,
-            "hash_batch": 0, "hash_head": 0, "key_batch": 0, "threshold": 0, "keep_factor": 1.0,
-            "DROPOUT": False,
-        }  # fmt: skip
-    row, second, key = dropout.hashes_of(
-        q.shape[0], q.shape[1], *(compiled.positions(side, q.device) for side in ("q", "kv"))
-    )
-    return {
-        "row_hash": row, "second_hash": second, "key_hash": key,
-        "hash_batch": row.stride(0), "hash_head": row.stride(1),
-        "key_batch": key.stride(0) if key.shape[0] > 1 else 0,
-        "threshold": dropout.threshold, "keep_factor": dropout.factor, "DROPOUT": True,
-    }  # fmt: skip
 
 
 def _backward_inputs(

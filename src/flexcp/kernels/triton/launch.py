@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import copysign
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from flexcp.errors import FlexCPError
 from flexcp.kernels.triton.available import interprets
 from flexcp.kernels.triton.tiles import TileLists
 from flexcp.kernels.triton.tuning import TileConfig
+
+if TYPE_CHECKING:
+    from flexcp.kernels.compiled_shapes import CompiledShapes
+    from flexcp.kernels.dropout import Dropout
 
 _LOG2_E = 1.4426950408889634
 _ALIGNMENT = 16
@@ -125,6 +129,31 @@ def score_arguments(scale: float) -> dict[str, float]:
     if scale == 0.0:  # then q is 0, and masked scores stay -inf
         return {"sign": 0.0, "score_scale": _LOG2_E}
     return {"sign": copysign(1.0, scale), "score_scale": abs(scale) * _LOG2_E}
+
+
+def dropout_arguments(
+    dropout: Dropout | None, compiled: CompiledShapes, lists: TileLists, device: torch.device
+) -> dict[str, Any]:
+    """Which weights are dropped: by the seed, and the global positions of queries and keys."""
+    if dropout is None:  # any pointer will do: it is not read
+        return {
+            "q_at": lists.plane_of, "kv_at": lists.plane_of, "q_at_batch": 0, "kv_at_batch": 0,
+            "seed": 0, "first_batch": 0, "first_head": 0, "threshold": 0, "factor": 1.0,
+            "DROPOUT": False,
+        }  # fmt: skip
+    seed = dropout.seed
+    found: dict[str, Any] = {
+        "seed": 0 if isinstance(seed, Tensor) and has_no_numbers(seed) else int(seed),
+        "first_batch": dropout.first_batch,
+        "first_head": dropout.first_head, "threshold": dropout.threshold,
+        "factor": dropout.factor, "DROPOUT": True,
+    }  # fmt: skip
+    given = dropout.positions or tuple(compiled.positions(name, device) for name in ("q", "kv"))
+    for name, x in zip(("q_at", "kv_at"), given, strict=True):
+        positions = x.to(device).contiguous()
+        found[name] = positions
+        found[f"{name}_batch"] = positions.stride(0) if positions.dim() > 1 else 0
+    return found
 
 
 def dim_constants(head_dim: int, value_dim: int) -> dict[str, int]:

@@ -107,17 +107,6 @@ def read_bits(patterns, pattern, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def kept_pairs(row, second, key, threshold):
-    """Which weights dropout keeps, from the hashes of rows and keys that broadcast.
-
-    Written out in `flexcp.kernels.dropout`: the same bits as on a CPU.
-    """
-    x = row * key
-    x = (x ^ (x >> 15)) * second
-    return x >= threshold
-
-
-@triton.jit
 def product(a, b, WIDEN: tl.constexpr):
     """The matrix product in float32, never by tf32.
 
@@ -134,3 +123,48 @@ def add_product(total, a, b, WIDEN: tl.constexpr):
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+# Which weights are dropped: the numbers of `kernels/dropout.py`, in 32 bits.
+OF_ROW = tl.constexpr(0x1E3779B9)
+OF_ROW_AGAIN = tl.constexpr(0x7F4A7C15)
+OF_KEY = tl.constexpr(0x42B2AE35)
+
+
+@triton.jit
+def mixed(x):
+    """A 32-bit number that depends on all bits of another, one to one."""
+    x = x ^ (x >> 16)
+    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)
+    x = x ^ (x >> 15)
+    x = tl.mul(x, 0x846CA68B, sanitize_overflow=False)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def seeded(seed, WHICH: tl.constexpr):
+    """The state of a hash after the seed."""
+    low = seed.to(tl.uint32)
+    return mixed(mixed(low ^ WHICH) ^ (seed >> 32).to(tl.uint32))
+
+
+@triton.jit
+def row_hashes(seed, batch, head, positions):
+    """Both hashes of some queries, by their global positions."""
+    b, h, q = batch.to(tl.uint32), head.to(tl.uint32), positions.to(tl.uint32)
+    row = mixed(mixed(mixed(seeded(seed, OF_ROW) ^ b) ^ h) ^ q) | 1
+    again = mixed(mixed(mixed(seeded(seed, OF_ROW_AGAIN) ^ b) ^ h) ^ q) | 1
+    return row.to(tl.int32, bitcast=True), again.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def key_hashes(seed, positions):
+    """The hash of some keys, by their global positions."""
+    return mixed(seeded(seed, OF_KEY) ^ positions.to(tl.uint32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def is_kept(row, again, key, threshold):
+    """Whether weights are kept: hashes of rows and keys, to be broadcast against each other."""
+    x = tl.mul(row, key, sanitize_overflow=False)
+    return tl.mul(x ^ (x >> 15), again, sanitize_overflow=False) >= threshold

@@ -104,8 +104,8 @@ class Documents:
 
     def dense_rows(self, many: float) -> list[int]:
         """Rows with many times the work of the mean row."""
-        dense = self._before.diff() * self.work.seq_len > many * self.total
-        return torch.nonzero(dense).squeeze(1).tolist()
+        rows, limit = self._before.diff(), many * self.total / max(1, self.work.seq_len)
+        return torch.nonzero(rows > limit).squeeze(1).tolist() if int(rows.max()) > limit else []
 
     def heavy_and_light(
         self, document: int, coarse: int, mean: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from flexcp.tools.doctor.findings import Diagnosis
 
 _COMPILE, _FILES = "Compiling without a GPU", "Files"
-_START_AND_END = 50.0
-"""Seconds of --minutes that are kept for starting ranks, for what overruns, and for the reports."""
+_RESERVE = 45.0
+"""Seconds of --minutes that are kept for what overruns, and for the reports."""
 
 
 def doctor(
@@ -107,8 +108,13 @@ def doctor(
     if archs:
         _compile(archs, head_dims, dtypes, as_json)
         return
+    begin = time.monotonic()
     _wait_without_spinning()
-    request = _request(minutes, ranks, device, only)
+    request = _request(ranks, device, only)
+    # Ranks will take as long to start as this process has, which can be long on a busy machine.
+    start = time.monotonic() - begin
+    seconds = max(0.4 * 60 * minutes, 60 * minutes - start - _RESERVE)
+    request = replace(request, budget=replace(request.budget, seconds=seconds, start=start))
     from flexcp.tools.cli.doctor_screen import DoctorScreen
     from flexcp.tools.cli.output import print_json
 
@@ -135,9 +141,7 @@ def _wait_without_spinning() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _request(
-    minutes: float, ranks: int | None, device: str | None, only: list[str] | None
-) -> Request:
+def _request(ranks: int | None, device: str | None, only: list[str] | None) -> Request:
     import torch
 
     from flexcp.tools.doctor.budget import Budget
@@ -165,9 +169,7 @@ def _request(
             )
     elif place.type == "cuda" and count > gpus:
         raise FlexCPError(f"at most {gpus} ranks, one for each GPU", f"{count}", "pass fewer")
-    seconds = max(0.6 * 60 * minutes, 60 * minutes - _START_AND_END)
-    budget = Budget.of_device(place, seconds)
-    return Request(place, count, budget, tuple(dict.fromkeys(only or SECTIONS)))
+    return Request(place, count, Budget.of_device(place), tuple(dict.fromkeys(only or SECTIONS)))
 
 
 def _examine(request: Request, screen: DoctorScreen, debug: bool) -> Diagnosis | None:

@@ -18,6 +18,8 @@ class Budget:
 
     seconds: float = 225.0
     """Of the whole run, the start of ranks and the writing of reports aside."""
+    start: float = 0.0
+    """Seconds that starting ranks will take, about; kept for them while kernels are checked."""
     repeats: int = 100
     """Calls that must give the same bits."""
     tokens: int = 197
@@ -36,12 +38,14 @@ class Budget:
     """Seconds that a rank waits for another."""
 
     @classmethod
-    def of_device(cls, device: torch.device, seconds: float) -> Budget:
+    def of_device(cls, device: torch.device) -> Budget:
         """For a CPU, or for a GPU, where more fits into the same time."""
         if device.type == "cpu":
-            return cls(seconds)
-        types = ("float32", "bfloat16", "float16")
-        return cls(seconds, 100, 1333, 32768, 8, 128, types, "bfloat16", patience=120.0)
+            return cls()
+        return cls(
+            tokens=1333, longest=32768, heads=8, head_dim=128,
+            dtypes=("float32", "bfloat16", "float16"), timed_dtype="bfloat16", patience=120.0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

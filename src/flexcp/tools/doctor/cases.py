@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction
 from flexcp.masks import Mask
 from flexcp.ops import flex_attention
+
+SEED = 1
+"""Of dropout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +33,13 @@ class AttentionCase:
     score_mod: ScoreFunction | None = None
     captured: tuple[Tensor, ...] = ()
     """Tensors that the score function captures, which get gradients."""
+    dropout_p: float = 0.0
+    """Share of weights that are dropped."""
+
+    @property
+    def dropout(self) -> dict[str, Any]:
+        """The arguments of a call that drop the same weights everywhere."""
+        return {"dropout_p": self.dropout_p, "dropout_seed": SEED} if self.dropout_p else {}
 
 
 def cases(tokens: int, heads: int, device: torch.device) -> tuple[AttentionCase, ...]:
@@ -46,14 +57,16 @@ def cases(tokens: int, heads: int, device: torch.device) -> tuple[AttentionCase,
     def softcap(score: Tensor, _: Tensor, __: Tensor, ___: Tensor, ____: Tensor) -> Tensor:
         return 20.0 * torch.tanh(score / 20.0)
 
+    documents = causal & masks.document(lengths=_lengths(tokens))
     return (
         AttentionCase("full", "full", None),
         AttentionCase("causal", "causal", causal),
-        AttentionCase("documents", "documents", causal & masks.document(lengths=_lengths(tokens))),
+        AttentionCase("documents", "documents", documents),
         AttentionCase("window", "window", masks.sliding_window(max(1, tokens // 8))),
         AttentionCase("arbitrary", "arbitrary", Mask(_scattered)),
         AttentionCase("ALiBi", SCORE_FUNCTION, causal, alibi, (slopes,)),
         AttentionCase("softcap", SCORE_FUNCTION, causal, softcap),
+        AttentionCase("dropout", "documents", documents, dropout_p=0.25),
     )
 
 
@@ -93,6 +106,7 @@ def refusal(kernel: str, case: AttentionCase, given: Inputs) -> str | None:
             score_mod=case.score_mod is not None,
             is_one_rectangle=case.mask is None,
             kernel=kernel,
+            dropout=case.dropout_p > 0,
         )
     except FlexCPError as error:
         return needs(error)

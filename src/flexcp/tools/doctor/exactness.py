@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.reference import dense_attention, dense_mask
 from flexcp.ops import flex_attention
 from flexcp.testing.tolerance import relative_error, tolerance
 from flexcp.tools.doctor.budget import Budget, Deadline
-from flexcp.tools.doctor.cases import AttentionCase, Inputs, cases, inputs, needs, refusal
+from flexcp.tools.doctor.cases import SEED, AttentionCase, Inputs, cases, inputs, needs, refusal
 from flexcp.tools.doctor.findings import Finding
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "d of what the score function captures")
@@ -92,6 +93,7 @@ def call(kernel: str | None, case: AttentionCase, given: Inputs) -> tuple[Tensor
         enable_gqa=True,
         return_lse=True,
         kernel_options=None if kernel is None else {"kernel": kernel},
+        **case.dropout,
     )
     out, lse = found
     assert isinstance(lse, Tensor)
@@ -180,7 +182,8 @@ def _by_definition(case: AttentionCase, given: Inputs) -> tuple[Tensor, ...]:
     allowed = None
     if case.mask is not None:
         allowed = dense_mask(case.mask.mask_mod, positions, positions, batch=1, heads=1)
-    found = dense_attention(q, k, v, allowed=allowed, score_mod=case.score_mod)
+    dropout = Dropout(case.dropout_p, SEED) if case.dropout_p else None
+    found = dense_attention(q, k, v, allowed=allowed, score_mod=case.score_mod, dropout=dropout)
     leaves = (q, k, v, *case.captured)
     grads = torch.autograd.grad(
         (found.out, found.lse), leaves, (given.grad_out.double(), given.grad_lse.double())

@@ -148,15 +148,17 @@ def _run(chart: Chart, run_ranks: RankRunner) -> bool:
     """All parts, one after the other; whether it was interrupted between ranks."""
     request = chart.request
     deadline = Deadline.within(request.budget.seconds)
+    start = request.budget.start if request.rank_checks() else 0.0
     if "environment" in request.sections:
         for finding in environment_findings(request.device):
             chart.hear(finding)
     if "kernels" in request.sections:
-        _one_by_one(chart, _kernel_checks(request), deadline.share(_KERNELS))
+        usable = max(0.0, deadline.left - start)
+        _one_by_one(chart, _kernel_checks(request), Deadline.within(usable * _KERNELS))
     if request.rank_checks():
         if request.device.type == "cuda":
             torch.cuda.empty_cache()
-        seconds = deadline.left * _RANKS
+        seconds = max(0.0, deadline.left - start) * _RANKS
         end = run_ranks(request, seconds, listen=chart.hear, hear_machine=chart.machines.append)
         _account_for_lost_ranks(chart, end)
         if end.interrupted:
@@ -188,8 +190,9 @@ def _speed_checks(timings: Timings) -> list[PlannedCheck]:
 
 
 def _case_names() -> list[str]:
-    """The causal case first, as what people ask for first."""
-    names = [case.name for case in cases(64, 1, torch.device("cpu"))]
+    """Of what is timed: the causal case first, as what people ask for first."""
+    every = cases(64, 1, torch.device("cpu"))
+    names = [case.name for case in every if not case.dropout_p]
     return sorted(names, key=lambda name: name != "causal")
 
 

@@ -23,7 +23,7 @@ from flexcp.tools.doctor.ranks import RankAnswer, RankCheck, RankContext, SumUp
 _SIZES = (1, 1000, 1 << 16)
 """Elements of messages: one, a few, and more than fits into a socket's buffer."""
 SCHEDULES = ("exchange", "ring", "allgather", "ulysses")
-_CASES = ("causal", "documents", "window")
+_CASES = ("causal", "documents", "window", "dropout")
 _DTYPE = torch.float32
 _REPEATS = 10
 """Calls over ranks that must give the same bits."""
@@ -99,20 +99,23 @@ def check_agreement(context: RankContext, _: Deadline) -> RankAnswer:
 
 
 def check_plans(schedule: str, context: RankContext, _: Deadline) -> RankAnswer:
-    """Whether ranks compute what one process does by the definition, forward and backward."""
+    """Whether ranks compute what one process does by the definition, forward and backward.
+
+    A rank that finds a fault makes all calls nevertheless: the others wait for its rows.
+    """
     oracle = Oracle.of(context.budget, context.device)
+    wrong: list[str] = []
     for case in _few_cases(context):
         plan, given, local = _planned(context, oracle, case, schedule)
         expected = [plan.shard(x, 2) for x in oracle.expected(case, _DTYPE)[:5]]
-        found = _run(plan, local, given)
-        wrong = _wrong(found, expected, _DTYPE)
-        if wrong:
-            return RankAnswer(f"{case.name}: {wrong}")
-        for _turn in range(_REPEATS - 1):
-            again = _run(plan, local, given)
-            if not all(torch.equal(x, y) for x, y in zip(again, found, strict=True)):
-                return RankAnswer(f"{case.name}: two calls with the same tensors differ")
-    return RankAnswer()
+        found = _run(plan, local, given, case)
+        off = _wrong(found, expected, _DTYPE)
+        again = [_run(plan, local, given, case) for _turn in range(_REPEATS - 1)]
+        if off:
+            wrong.append(f"{case.name}: {off}")
+        elif not all(torch.equal(x, y) for r in again for x, y in zip(r, found, strict=True)):
+            wrong.append(f"{case.name}: two calls with the same tensors differ")
+    return RankAnswer("; ".join(wrong))
 
 
 def _planned(
@@ -134,10 +137,12 @@ def _planned(
     return plan, given, [plan.shard(x.detach(), 2).requires_grad_() for x in given.qkv]
 
 
-def _run(plan: Plan, local: Sequence[Tensor], given: Inputs) -> tuple[Tensor, ...]:
+def _run(
+    plan: Plan, local: Sequence[Tensor], given: Inputs, case: AttentionCase
+) -> tuple[Tensor, ...]:
     """out, lse, dq, dk and dv of this rank's rows."""
     q, k, v = local
-    out, lse = attention(q, k, v, plan, return_lse=True)
+    out, lse = attention(q, k, v, plan, return_lse=True, **case.dropout)
     grads = [plan.shard(x, 2) for x in (given.grad_out, given.grad_lse)]
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), local, grads)
 
