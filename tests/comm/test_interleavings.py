@@ -10,7 +10,7 @@ from flexcp import FlexCPError, testing
 from flexcp.comm import process_calls
 from tests.comm.interleavings import make_case, meet, run_rank
 
-SIMULATED, REAL = (int(n) for n in os.environ.get("FLEXCP_INTERLEAVINGS", "150,20").split(","))
+SIMULATED, REAL = (int(n) for n in os.environ.get("FLEXCP_INTERLEAVINGS", "80,10").split(","))
 """How many programs: "1000,100" takes some minutes."""
 
 

@@ -22,6 +22,19 @@ from flexcp.testing.tolerance import assert_close
 from kernels.cases import MASKS
 
 
+def as_flash_attention_2_takes_it(call: VarlenCall) -> tuple[int, int]:
+    """A window, after what FlashAttention 2 does to it before its kernels see it."""
+    left = -1 if call.left >= call.longest_k else call.left
+    right = -1 if call.right >= call.longest_k else call.right
+    if left < 0 and right == 0:
+        return left, right
+    if left < 0 <= right:
+        left = call.longest_k
+    if left >= 0 and right < 0:
+        right = call.longest_k
+    return left, right
+
+
 def pairs_of(call: VarlenCall) -> Tensor:
     """Bool [rows, keys] What the op's documentation says that a call computes."""
     seen = torch.zeros(int(call.q_ends[-1]), int(call.k_ends[-1]), dtype=torch.bool)
@@ -33,10 +46,11 @@ def pairs_of(call: VarlenCall) -> Tensor:
         level = torch.arange(b - a)[:, None] + (d - c) - (b - a)
         key = torch.arange(d - c)[None]
         inside = torch.ones(b - a, d - c, dtype=torch.bool)
-        if call.left >= 0:
-            inside &= key >= level - call.left
-        if call.right >= 0:
-            inside &= key <= level + call.right
+        left, right = as_flash_attention_2_takes_it(call)
+        if left >= 0:
+            inside &= key >= level - left
+        if right >= 0:
+            inside &= key <= level + right
         seen[a:b, c:d] = inside
     return seen
 
@@ -174,6 +188,38 @@ def test_the_kernel_gives_what_the_flash_kernel_gives(name: str) -> None:
         sums.append((found.q, found.k, found.v))
     for x, y in zip(*sums, strict=True):
         assert_close(x, y, what="gradient")
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [masks.causal(), masks.sliding_window(30, 400), masks.sliding_window(3, 50), masks.full()],
+)
+@pytest.mark.parametrize("lengths", [(400, 100), (100, 400), (64, 63)])
+def test_more_rows_than_keys_and_the_other_way(mask: flexcp.Mask, lengths: tuple[int, int]) -> None:
+    shapes = shapes_of(flexcp.build_block_grid(mask, *lengths))
+    calls = varlen_calls(shapes, 1)
+    if calls is not None:
+        assert torch.equal(covered(shapes, 1, calls), allowed_pairs(shapes))
+
+
+def test_scales_of_another_sign_and_single_rows_go_to_the_other_kernel() -> None:
+    class Counting(FlashKernel):
+        calls = 0
+
+        def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            Counting.calls += 1
+            return super().forward(*args, **kwargs)
+
+    x = torch.randn(1, 1, 60, 8, dtype=torch.float64)
+    causal = compiled_shapes_of(flexcp.build_block_grid(masks.causal(), 60))
+    kernel = VarlenKernel(EMULATED, Counting(None))
+    kernel.forward(x, x, x, causal, scale=0.5)
+    assert Counting.calls == 0
+    for scale in (-0.5, 0.0):
+        kernel.forward(x, x, x, causal, scale=scale)
+    one = compiled_shapes_of(flexcp.build_block_grid(masks.full(), 1, 60))
+    kernel.forward(x[:, :, :1], x, x, one, scale=0.5)
+    assert Counting.calls == 3
 
 
 def test_what_it_can_not_express_goes_to_the_other_kernel_or_is_an_error() -> None:

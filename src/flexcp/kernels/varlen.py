@@ -7,7 +7,7 @@ dispatches to whichever is registered. All other masks go to another kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ class VarlenOps:
     """(q, k, v, call, scale) -> out in the type of q, lse [H, rows] in float32."""
     backward: VarlenBackward
     """(grad_out, q, k, v, out, lse, call, scale) -> dq, dk, dv, for the *global* out and lse."""
-    has_windows: bool = True
-    """Whether it takes windows other than causal ones."""
 
     def refuses(self, q: Tensor, v: Tensor) -> str | None:
         """Why these tensors can't be given to the op; None if they can."""
@@ -51,6 +49,8 @@ class VarlenOps:
             return f"{self.name} needs values of the head dim {q.shape[-1]}, not {v.shape[-1]}"
         if q.shape[-1] > 256 or q.shape[-1] % 8:
             return f"{self.name} takes head dims that are multiples of 8, up to 256"
+        if self.device == "cuda":
+            return _cuda_refuses(self.name, q)
         return None
 
 
@@ -77,13 +77,17 @@ class VarlenKernel:
     ) -> Partial:
         """The partial result over the pairs of `compiled`, merged into `former` if given."""
         calls = self._calls(q, compiled)
-        if calls is None or score_mod is not None or max_scores or dropout is not None:
+        needs_other = score_mod is not None or max_scores or dropout is not None or scale <= 0
+        if calls is None or needs_other:
             return self._other().forward(
                 q, k, v, compiled, scale=scale, score_mod=score_mod, max_scores=max_scores,
                 former=former, dropout=dropout,
             )  # fmt: skip
         dtype = accumulation_dtype(q.dtype)
         packed = [_packed(x) for x in (q, k, v)]
+        if len(calls) == 1 and calls[0].is_whole(packed[0].shape[0], packed[1].shape[0]):
+            part, part_lse = self.ops.forward(packed[0], packed[1], packed[2], calls[0], scale)
+            return _merged(former, _result(part, part_lse, q.shape[0], dtype))
         out = q.new_zeros((q.shape[0] * q.shape[2], q.shape[1], v.shape[3]), dtype=dtype)
         lse = q.new_full((q.shape[1], out.shape[0]), -torch.inf, dtype=dtype)
         written = 0
@@ -102,14 +106,7 @@ class VarlenKernel:
             else:
                 merge_into(own, own_lse, part.transpose(0, 1).to(dtype), part_lse.to(dtype))
             written = max(written, rows.stop)
-        found = Partial(
-            _unpacked(out, q.shape[0]).contiguous(),
-            lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1).contiguous(),
-        )
-        if former is None:
-            return found
-        merge_into(former.out, former.lse, found.out, found.lse)
-        return former
+        return _merged(former, _result(out, lse, q.shape[0], dtype))
 
     def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor | None:  # noqa: ARG002
         """Nothing: the op works it out itself."""
@@ -136,7 +133,7 @@ class VarlenKernel:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
         calls = self._calls(q, compiled)
         needs_other = score_mod is not None or grad_lse is not None or dropout is not None
-        if calls is None or needs_other:
+        if scale <= 0 or calls is None or needs_other:
             return self._other().backward(
                 grad_out, q, k, v, out, lse, compiled, scale=scale, score_mod=score_mod,
                 grad_lse=grad_lse, delta=delta, grad_q=grad_q, grad_kv=grad_kv, dropout=dropout,
@@ -147,8 +144,12 @@ class VarlenKernel:
         tensors = [_packed(x) for x in (grad_out.to(q.dtype), q, k, v, out.to(q.dtype))]
         g, q_, k_, v_, out_ = tensors
         lse_ = lse.transpose(0, 1).reshape(q.shape[1], -1)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_, k_, v_))
-        for call in calls:
+        whole = len(calls) == 1 and calls[0].is_whole(q_.shape[0], k_.shape[0])
+        if whole:
+            dq, dk, dv = self.ops.backward(g, q_, k_, v_, out_, lse_, calls[0], scale)
+        else:
+            dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_, k_, v_))
+        for call in () if whole else calls:
             rows, keys = call.rows, call.keys
             parts = self.ops.backward(
                 _part(g, rows), _part(q_, rows), _part(k_, keys), _part(v_, keys),
@@ -162,30 +163,41 @@ class VarlenKernel:
             ):
                 total.add_(part if idle is None else part.index_fill_(0, idle, 0))
         batch = q.shape[0]
-        found = PartialGradients(_unpacked(dq, batch), _unpacked(dk, batch), _unpacked(dv, batch))
+        own_q, own_k, own_v = (_unpacked(x, batch) for x in (dq, dk, dv))
         if grad_kv is not None:
-            found = replace(found, k=grad_kv[0].copy_(found.k), v=grad_kv[1].copy_(found.v))
-        return found if grad_q is None else replace(found, q=grad_q.add_(found.q))
+            own_k, own_v = grad_kv[0].copy_(own_k), grad_kv[1].copy_(own_v)
+        own_q = own_q.to(dtype) if grad_q is None else grad_q.add_(own_q)
+        return PartialGradients(own_q, own_k.to(dtype), own_v.to(dtype))
 
     def _calls(self, q: Tensor, compiled: CompiledShapes) -> tuple[VarlenCall, ...] | None:
         calls = compiled.varlen_calls(q.shape[0], q.device)
-        if calls is None or self.ops.has_windows:
-            return calls
-        plain = all((c.left, c.right) in _WITHOUT_WINDOW for c in calls)
-        return calls if plain else None
+        # Sequences of one row are another kernel, which takes as many of them as there are rows.
+        return None if calls is None or any(c.longest_q == 1 for c in calls) else calls
 
     def _other(self) -> Kernel:
         if self.otherwise is None:
             raise FlexCPError(
                 "a mask of a few causal, document or window stretches, the same for all heads, "
-                "without a score_mod, dropout, largest scores or a gradient of lse",
+                "with a positive scale, no score_mod, dropout, largest scores or a gradient of lse",
                 "kernel 'varlen' for another",
                 "leave the kernel out",
             )
         return self.otherwise
 
 
-_WITHOUT_WINDOW = ((EVERYTHING, EVERYTHING), (EVERYTHING, 0))
+def _result(out: Tensor, lse: Tensor, batch: int, dtype: torch.dtype) -> Partial:
+    """A packed result as the contract has it."""
+    by_head = _unpacked(out, batch)
+    found = torch.empty(by_head.shape, dtype=dtype, device=out.device).copy_(by_head)
+    own: Tensor = lse.unflatten(1, (batch, -1))
+    return Partial(found, own.transpose(0, 1).to(dtype).contiguous())
+
+
+def _merged(former: Partial | None, found: Partial) -> Partial:
+    if former is None:
+        return found
+    merge_into(former.out, former.lse, found.out, found.lse)
+    return former
 
 
 def _part(x: Tensor, part: slice, dim: int = 0) -> Tensor:
@@ -201,6 +213,20 @@ def _unpacked(x: Tensor, batch: int) -> Tensor:
     """[B * L, H, D] as [B, H, L, D], a view."""
     by_element: Tensor = x.unflatten(0, (batch, -1))
     return by_element.transpose(1, 2)
+
+
+def _cuda_refuses(name: str, q: Tensor) -> str | None:
+    """Why the GPU of a tensor can't run the op; None if it can, or if there is none to ask."""
+    if torch.version.hip is not None:
+        return f"{name} has not been tried on ROCm"
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < (8, 0):
+        return f"{name} needs a GPU of compute capability 8.0 or higher"
+    if q.shape[-1] > 192 and capability not in ((8, 0), (9, 0), (10, 0)):
+        return f"{name} has no backward pass for head dims above 192 on this GPU"
+    return None
 
 
 def _cuda_forward(
@@ -244,5 +270,4 @@ CUDA_VARLEN = VarlenOps(
     frozenset({torch.float16, torch.bfloat16}),
     _cuda_forward,
     _cuda_backward,
-    has_windows=torch.version.hip is None,
 )

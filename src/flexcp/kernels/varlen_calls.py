@@ -74,6 +74,10 @@ class SequenceOfRows:
         """
         first, last = self.keys
         level = last - (self.q1 - self.q0)
+        if level < first and (right > 0 or (left != EVERYTHING and right == EVERYTHING)):
+            # More rows than keys: FlashAttention 2 then takes a wide window for none, or none for
+            # one of all keys, which are not the same to rows that are level with no key.
+            return False
         for slab in self.slabs:
             if slab.k0_step not in (0, 1) or slab.k1_step not in (0, 1):
                 return False
@@ -114,6 +118,11 @@ class VarlenCall:
     idle_keys: Tensor | None
     """int64 Keys that nothing sees in this call; None if none."""
 
+    def is_whole(self, rows: int, keys: int) -> bool:
+        """Whether the call takes all rows and keys, and each of them is used."""
+        idle = self.idle_rows is not None or self.idle_keys is not None
+        return not idle and (self.rows, self.keys) == (slice(0, rows), slice(0, keys))
+
     def to(self, device: torch.device) -> VarlenCall:
         """The same with tensors on a device."""
         return replace(
@@ -150,21 +159,20 @@ def varlen_calls(shapes: Shapes, batch: int) -> tuple[VarlenCall, ...] | None:
 
 def _sequences(slabs: Iterable[Slab]) -> list[SequenceOfRows] | None:
     """The slabs of a plane as sequences, as few as joining neighbours gives, in order of rows."""
-    open_: list[SequenceOfRows] = []
+    ending: dict[int, list[SequenceOfRows]] = {}
     for slab in sorted(slabs, key=lambda s: (s.q0, s.k0)):
-        joined = None
-        for at, sequence in enumerate(open_):
-            if sequence.q1 == slab.q0:
-                joined = SequenceOfRows.of([*sequence.slabs, slab])
+        before = ending.get(slab.q0, [])
+        for at, sequence in enumerate(before):
+            joined = SequenceOfRows.of([*sequence.slabs, slab])
             if joined is not None:
-                open_[at] = joined
+                del before[at]
                 break
+        else:
+            joined = SequenceOfRows.of([slab])
         if joined is None:
-            alone = SequenceOfRows.of([slab])
-            if alone is None:
-                return None
-            open_.append(alone)
-    return sorted(open_, key=lambda s: (s.q0, s.keys))
+            return None
+        ending.setdefault(joined.q1, []).append(joined)
+    return sorted((s for found in ending.values() for s in found), key=lambda s: (s.q0, s.keys))
 
 
 @dataclass

@@ -86,7 +86,8 @@ def as_scale(scale: float | Tensor | None) -> float | None:
         factor = float(scale)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         factor = math.nan
-    if isinstance(scale, str | bytes | bool) or not abs(factor) < _LARGEST_SCALE:
+    fits = factor == 0 or _SMALLEST_SCALE < abs(factor) < _LARGEST_SCALE
+    if isinstance(scale, str | bytes | bool) or not fits:
         raise FlexCPError(
             "scale to be a finite number that float32 can hold",
             f"{scale!r} of type {type(scale).__name__}",
@@ -95,7 +96,8 @@ def as_scale(scale: float | Tensor | None) -> float | None:
     return factor
 
 
-_LARGEST_SCALE = float(torch.finfo(torch.float32).max)
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
+"""What kernels multiply it with in float32 leaves neither 0 nor infinity."""
 
 
 def check_flags(**flags: object) -> None:

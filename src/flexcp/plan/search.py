@@ -20,6 +20,9 @@ from flexcp.plan.problem import Problem, named_layout, split_groups
 from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule, make_schedule
 
+_DENSE = 0.2
+"""From this share of an all-gather on, rotating or gathering everything may be as good."""
+
 _CHUNKS, _MOST_LINES = 8, 1 << 21
 """Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
 _MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 15, 1 << 17
@@ -29,6 +32,8 @@ _RING = 128
 """Groups up to which a ring is tried: it is never much better than an exchange."""
 _GOOD = 1.0005
 """What is as close as this to the best that a layout can do is left alone."""
+_NEAR = 1.02
+"""Price over the time without load imbalance and exposed communication at which the search ends."""
 _FAR = 1.25
 """Groups that are as much slower than others are not made faster by another layout."""
 _SEEN = 0.8
@@ -36,6 +41,11 @@ _SEEN = 0.8
 _MORE_ROWS = 1.1
 """Where heads are not shared and rows come from other nodes, no layout is tried by which ranks
 receive so many times more."""
+_HARDLY_MORE = 1.02
+"""What a halo exchange, or a schedule that fetches rows again in backward rather than keep them,
+may cost more."""
+_NEARLY_EVEN = 1.1
+"""Plain order that is less even than this is not tried: its first ranks have less to do."""
 _EVEN = 1.015
 """Groups of ranks that are as even as this keep the layout that was made for the ranks."""
 
@@ -134,10 +144,12 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     other_layouts = layout == "auto" and not _is_near_bound(found)
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
-        whole = contiguous(problem.seq_len, problem.ranks.size)  # slow links: less even, less moved
-        best = min(c.price for c in found) / Objective.enough
-        found.extend(c for c in _priced(problem, whole, tried, found, schedule) if c.price < best)
-        if loads.asks_for(Objective.dense):
+        plain = contiguous(problem.seq_len, problem.ranks.size)  # a window's, say: less is moved
+        of_plain = LayoutLoads.of(problem, plain, schedule)
+        even = [n for n in tried if not of_plain.is_uneven(n, _NEARLY_EVEN)]
+        best = min(c.price for c in found) / _HARDLY_MORE
+        found.extend(c for c in _priced(problem, plain, even, found, schedule) if c.price < best)
+        if loads.asks_for(_DENSE):
             found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
         less_local: list[Candidate] = []
         for split in tried:
@@ -147,7 +159,7 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
                 less_local.extend(_options(problem, of_groups, split, schedule, few=True))
         if _is_plain(loads.layout):  # a halo exchange, say: it stays one unless much is gained
             fastest = min(c.seconds for c in found)
-            less_local = [c for c in less_local if c.seconds * Objective.enough < fastest]
+            less_local = [c for c in less_local if c.seconds * _HARDLY_MORE < fastest]
         found.extend(less_local)
     return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
 
@@ -172,8 +184,7 @@ def _shared_by_groups(problem: Problem, found: Sequence[Candidate]) -> list[Cand
 def _is_near_bound(found: Sequence[Candidate]) -> bool:
     """Whether no other candidate can be much better than the best: nobody waits, all is even."""
     best = min(found, key=lambda c: c.price)
-    least = best.compute + best.beside if best.beside else best.if_even
-    return best.price <= Objective.enough * least
+    return best.price <= _NEAR * (best.compute + best.beside if best.beside else best.if_even)
 
 
 def _priced(
@@ -197,7 +208,7 @@ def _priced(
 
 def _modest_first(found: list[Candidate]) -> list[Candidate]:
     """The cheapest first; or the cheapest that keeps little, if it costs hardly more."""
-    limit = found[0].price * Objective.enough
+    limit = found[0].price * _HARDLY_MORE
     modest = (i for i, c in enumerate(found) if c.price <= limit and not c.keeps_much)
     first = next(modest, 0)
     return [found[first], *found[:first], *found[first + 1 :]]
@@ -231,7 +242,7 @@ def _blocks_dealt_to_groups(
     ranks, machine = problem.ranks.size, problem.machine
     groups = ranks // group_size
     size = -(-problem.seq_len // problem.block) * groups
-    most = _MOST_DENSE_BLOCKS if loads.asks_for(Objective.dense) else _MOST_BLOCKS
+    most = _MOST_DENSE_BLOCKS if loads.asks_for(_DENSE) else _MOST_BLOCKS
     if groups == 1 or size > most:
         return None
     best = min(c.seconds for c in found)
@@ -286,16 +297,11 @@ def _options(
 ) -> list[Candidate]:
     """Each kind of schedule for all masks; with several masks, also the cheapest for each."""
     table: dict[str, dict[str, tuple[Cost, Schedule]]] = {}
-    own = model_seconds(problem, loads.layout, group_size) if problem.flops_per_token else 0.0
     for name in problem.grids:
         work = loads.work_of(name, group_size)
         for option in _schedules(problem, loads, name, group_size, schedule, few):
             cost = price(option, work, problem.machine, problem.shape)
             table.setdefault(describe(option), {})[name] = (cost, option)
-            if len(problem.grids) == 1:
-                only = _candidate(problem, loads, {name: (cost, option)}, own)
-                if _is_near_bound([only]) and not only.keeps_much:
-                    break
     complete = [row for row in table.values() if len(row) == len(problem.grids)]
     if len(problem.grids) > 1:
         complete.append(
@@ -304,23 +310,17 @@ def _options(
                 for name in problem.grids
             }
         )
-    return [_candidate(problem, loads, row, own) for row in complete]
-
-
-def _candidate(
-    problem: Problem, loads: LayoutLoads, row: Mapping[str, tuple[Cost, Schedule]], own: float
-) -> Candidate:
-    """A layout with the schedules of all masks, and what they cost.
-
-    `own` is what the slowest rank takes in attention and the rest of the model together.
-    """
-    return Candidate(
-        loads.layout,
-        {n: s for n, (_, s) in row.items()},
-        {n: c for n, (c, _) in row.items()},
-        sum(_wire(s, problem) for _, s in row.values()),
-        max(0.0, own - sum(c.compute for c, _ in row.values())),
-    )
+    own = model_seconds(problem, loads.layout, group_size) if problem.flops_per_token else 0.0
+    return [
+        Candidate(
+            loads.layout,
+            {n: s for n, (_, s) in row.items()},
+            {n: c for n, (c, _) in row.items()},
+            sum(_wire(s, problem) for _, s in row.values()),
+            max(0.0, own - sum(c.compute for c, _ in row.values())),
+        )
+        for row in complete
+    ]
 
 
 def _wire(schedule: Schedule, problem: Problem) -> float:
@@ -358,15 +358,14 @@ def _schedules(
     own_work = loads.work_of(mask, group_size).own(needs.layout)
     make = partial(make, heads_group_size=group_size, needs=needs)
     options = [make(name, few_rounds=1, own_work=own_work)]
-    dense = needs.exceed(Objective.dense)
+    dense = needs.exceed(_DENSE)
     if dense:  # then messages are fewer by ring distance
         options.append(make(name))
+    yield from options
     if schedule not in ("auto", "hybrid") or groups == 1:
-        yield from options
         return
     # Nothing beats an all-gather like gathering only what is needed.
     yield from (option.with_kept_kv() for option in options)
-    yield from options
     if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
         return
     yield make(name, keep=True, at_once=True)

@@ -23,9 +23,8 @@ def simulate(fn: Callable[[SimulatedMesh], T], world_size: int | tuple[int, ...]
         fn: The code of one rank, as it would be written for a DeviceMesh.
         world_size: How many ranks, or the shape of a mesh such as (2, 4).
 
-    >>> import flexcp
-    >>> simulate(lambda mesh: flexcp.make_plan(flexcp.masks.causal(), 10, mesh).rows, 3)
-    [4, 3, 3]
+    >>> simulate(lambda mesh: mesh.get_rank() * 10, 3)
+    [0, 10, 20]
     """
     require_function(fn)
     shape = mesh_shape(world_size, at_most=_MOST_SIMULATED)

@@ -59,7 +59,7 @@ def test_what_the_kernels_cant_compute_is_refused_by_name() -> None:
             x(dtype=torch.float64),
             "bfloat16 or float16 for the kernel 'triton', got torch.float64",
         ),
-        (x(dim=257), "head dims up to 256 for the kernel 'triton', got 257 and 257"),
+        (x(dim=257), "head dims from 1 to 256 for the kernel 'triton', got 257 and 257"),
     ):
         with pytest.raises(FlexCPError, match=message):
             choose(tensor, tensor, kernel="triton")

@@ -157,6 +157,6 @@ def test_it_compiles_all_kernels_for_an_architecture(flexcp):
 def test_what_it_cant_compile_is_refused(flexcp):
     assert "got 'sm_33'" in flexcp("doctor", "--compile", "sm_33", code=2).err
     refused = flexcp("doctor", "--compile", "sm_80", "--head-dim", 512, code=2).err
-    assert "head dims up to 256" in refused
+    assert "head dims from 1 to 256" in refused
     refused = flexcp("doctor", "--compile", "sm_80", "--dtype", "float64", code=2).err
     assert "float32, bfloat16 or float16" in refused

@@ -70,9 +70,9 @@ def refuses(head_dim: int, value_dim: int, dtype: torch.dtype) -> FlexCPError | 
             f"{dtype}",
             "convert the tensors, or leave the kernel out",
         )
-    if max(head_dim, value_dim) > LARGEST_HEAD_DIM:
+    if max(head_dim, value_dim) > LARGEST_HEAD_DIM or min(head_dim, value_dim) < 1:
         return FlexCPError(
-            f"head dims up to {LARGEST_HEAD_DIM} for the kernel 'triton'",
+            f"head dims from 1 to {LARGEST_HEAD_DIM} for the kernel 'triton'",
             f"{head_dim} and {value_dim}",
             "leave the kernel out",
         )

@@ -1,7 +1,7 @@
 """The tuning table: tiles, warps and stages by architecture, head dim, type and Triton version.
 
-Every entry was compiled for its architecture: none of them spills registers, and all fit the shared
-memory. Which is fastest only hardware can tell; a user names
+Every entry was compiled for its architecture: all fit the shared memory, and none spills registers
+but for what docs/limits.md says. Which is fastest only hardware can tell; a user names
 others in the kernel's name: `kernel="triton: forward=128x64 w8 s3"`.
 """
 
@@ -65,9 +65,11 @@ def parse_tile(text: str) -> TileConfig:
     found = _TILE.fullmatch(text.strip())
     rows, cols, warps, stages = (0, 0, 0, 0) if found is None else map(int, found.groups()[:4])
     powers = all(n > 0 and n & (n - 1) == 0 for n in (rows, cols, warps))
-    if found is None or not powers or min(rows, cols) < 16:
+    sane = 16 <= min(rows, cols) <= max(rows, cols) <= 512 and warps <= 32 and 1 <= stages <= 16
+    if found is None or not powers or not sane:
         raise FlexCPError(
-            "a tile such as '128x64 w8 s3': queries x keys (powers of two from 16), warps, stages",
+            "a tile such as '128x64 w8 s3': queries x keys (powers of two from 16 to 512), warps "
+            "(up to 32), stages (1 to 16)",
             repr(text),
             "leave it out to have that of the table",
         )

@@ -135,8 +135,7 @@ class Deal:
         tries = self.objective.tries
         near, far = order[:tries], order[tries:]
         near += [r for r in far if not own.isdisjoint(self.shares[r].runs)][: tries // 2]
-        best = self._best(high, near, uneven=uneven)
-        return best or (self._best(high, far, uneven=True) if uneven else None)
+        return self._best(high, near, uneven=uneven) or self._best(high, far, uneven=uneven)
 
     def _best(self, high: int, partners: Sequence[int], *, uneven: bool) -> Trade | None:
         best: Trade | None = None
@@ -287,10 +286,8 @@ class Deal:
         return (giver.area - max(highest, self._level)) / (self.mean * (self.objective.enough - 1))
 
     def _area(self, pieces: Sequence[Piece]) -> int:
-        before, area = self.documents.before, 0
-        for _, start, stop in pieces:
-            area += before[stop] - before[start]
-        return area
+        before = self.documents.before
+        return sum(before[b] - before[a] for _, a, b in pieces)
 
     def _light_end(
         self, share: Share, rows: int, gone: Sequence[Piece], come: Sequence[Piece]
