@@ -39,7 +39,7 @@ class Objective:
     small: float = 0.125
     """What is little of a whole: the lightest documents that fill the gaps which others leave; rows
     of a rank that are judged together, or that its count may be short of; one over it is many."""
-    tries: int = 6
+    tries: int = 4
     """Effort: partners that the slowest rank looks at first, pairs of pieces that it looks at with
     each, and trades per rank."""
     dense: float = 0.2
