@@ -283,9 +283,10 @@ def _make_op(
     if score_mod is not None:
         dtype = accumulation_dtype(q.dtype)
         # Of the function itself: what each rank adds to the number of a head is its own.
-        content = examine(score_mod, dtype, q.device).digest
+        own = examine(score_mod, dtype, q.device)
+        content = own.digest
         mods = tuple(
-            examine(shifted(score_mod, b, first_head), dtype, q.device)
+            examine(shifted(score_mod, b, first_head), dtype, q.device) if b or first_head else own
             for b in range(schedule.groups.batch_elements)
         )
         if mods[0] is not None and needs_gradients(*mods[0].captured):

@@ -144,13 +144,17 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     other_layouts = layout == "auto" and not _is_near_bound(found)
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
-        plain = contiguous(problem.seq_len, problem.ranks.size)  # a window's, say: less is moved
-        of_plain = LayoutLoads.of(problem, plain, schedule)
-        even = [n for n in tried if not of_plain.is_uneven(n, _NEARLY_EVEN)]
+        plain = LayoutLoads.of(  # a window's, say: less is moved
+            problem, contiguous(problem.seq_len, problem.ranks.size), schedule
+        )
+        even = [n for n in tried if not plain.is_uneven(n, _NEARLY_EVEN)]
         best = min(c.price for c in found) / _HARDLY_MORE
         found.extend(c for c in _priced(problem, plain, even, found, schedule) if c.price < best)
         if loads.asks_for(_DENSE):
-            found.extend(_priced(problem, _chunks_dealt_to_ranks(problem), tried, found, schedule))
+            dealt = _chunks_dealt_to_ranks(problem)
+            if dealt is not None:
+                of_dealt = LayoutLoads.of(problem, dealt, schedule)
+                found.extend(_priced(problem, of_dealt, tried, found, schedule))
         less_local: list[Candidate] = []
         for split in tried:
             groups = _blocks_dealt_to_groups(problem, loads, split, found)
@@ -189,15 +193,12 @@ def _is_near_bound(found: Sequence[Candidate]) -> bool:
 
 def _priced(
     problem: Problem,
-    layout: Layout | None,
+    loads: LayoutLoads,
     splits: Sequence[int],
     found: Sequence[Candidate],
     schedule: str,
 ) -> list[Candidate]:
-    """The candidates of another layout, if there is one, with all splits that may be cheaper."""
-    if layout is None:
-        return []
-    loads = LayoutLoads.of(problem, layout, schedule)
+    """The candidates of another layout, with all splits that may be cheaper."""
     return [
         candidate
         for group_size in splits

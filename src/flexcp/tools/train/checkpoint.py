@@ -62,13 +62,11 @@ def save(
         "data": data,
     }
     try:
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
         with beside.open("wb") as file:
-            file.write(_first_line(b""))
-            torch.save(content, file)
-            file.flush()
-            written = beside.read_bytes()[len(_first_line(b"")) :]
-            file.seek(0)
-            file.write(_first_line(written))
+            file.write(_first_line(buffer.getvalue()))
+            file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
