@@ -356,7 +356,8 @@ class SimulatedTransport:
                 f"another rank of {self.world_size} to send to", str(target), "see the schedule"
             )
         mail = self.world.mail.setdefault((self.rank, target, label), [])
-        mail.append(x.detach().clone())
+        with torch.no_grad():
+            mail.append(x.clone())
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,9 @@ a triangle and a band: none of them has a partial tile left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -73,6 +76,49 @@ def shapes_from_ranges(
         _positions(q_positions, grid.q_start, grid.q_len),
         _positions(kv_positions, grid.kv_start, grid.kv_len),
     )
+
+
+def placed_together(
+    parts: Sequence[tuple[int, int, Shapes]], q_positions: Tensor, kv_positions: Tensor
+) -> Shapes:
+    """Shapes that share no row and no key, as those of tensors that hold the rows of all.
+
+    Args:
+        parts: the first row and the first key of each, and its shapes, which are the same for all
+            batch elements.
+        q_positions: int64 [Lq] position of each row of all.
+        kv_positions: int64 [Lkv] position of each key of all.
+
+    >>> from flexcp.kernels.interface import causal_shapes
+    >>> two = [(0, 0, causal_shapes(3)), (3, 3, causal_shapes(3))]
+    >>> [slab.q0 for slab in placed_together(two, torch.arange(6), torch.arange(6)).planes[0].slabs]
+    [0, 3]
+    """
+    heads = max(shapes.heads for _, _, shapes in parts)
+    numbers: dict[tuple[int, ...], int] = {}
+    plane_of = []
+    for h in range(heads):
+        of_parts = tuple(x.plane_of[0][h if x.heads > 1 else 0] for _, _, x in parts)
+        plane_of.append(numbers.setdefault(of_parts, len(numbers)))
+    planes = []
+    for of_parts in numbers:
+        moved = [
+            _moved(shapes.planes[n], q, k)
+            for n, (q, k, shapes) in zip(of_parts, parts, strict=True)
+        ]
+        slabs = tuple(slab for plane in moved for slab in plane.slabs)
+        tiles = tuple(tile for plane in moved for tile in plane.tiles)
+        planes.append(Plane(slabs, tiles))
+    return Shapes(
+        q_positions.numel(), kv_positions.numel(), (tuple(plane_of),), tuple(planes),
+        q_positions, kv_positions,
+    )  # fmt: skip
+
+
+def _moved(plane: Plane, q: int, k: int) -> Plane:
+    slabs = (replace(s, q0=s.q0 + q, q1=s.q1 + q, k0=s.k0 + k, k1=s.k1 + k) for s in plane.slabs)
+    tiles = (replace(t, q0=t.q0 + q, q1=t.q1 + q, k0=t.k0 + k, k1=t.k1 + k) for t in plane.tiles)
+    return Plane(tuple(slabs), tuple(tiles))
 
 
 def chained(row: Tensor, start: Tensor, stop: Tensor, q_len: int) -> list[Slab]:

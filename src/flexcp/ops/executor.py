@@ -28,9 +28,10 @@ from flexcp.ops.rows import BoundRound, RowKind, bound_rounds
 
 _MOST_FREE = 4
 """Workspaces of a kind that are kept while nobody uses them: as many passes can run at a time."""
-_MOST_TIMES_OWN = 16
+_MOST_TIMES_OWN = 24
 """Bytes of a workspace that is kept, over those of the own K and V: rounds of a ring take some 10,
-an all-gather as many as there are ranks, which is memory that others need between passes."""
+of documents up to 20 or so, an all-gather as many as there are ranks, which is memory that others
+need between passes."""
 _MOST_KINDS = 4
 """Kinds of rows that they are kept for, under one mask of a plan."""
 
@@ -197,6 +198,8 @@ def run_forward(
         return *_nothing_seen(q, v), _nothing_kept(program, k, v) if program.keeps else None
     space = take_workspace(program, k, v)
     rounds, arriving = space.rounds_of(k, v, None)
+    if program.as_one:
+        batch, q = q.shape[0], _as_one_sequence(q)
     out: Tensor | None = None
     lse = q  # until the first result
     for round_ in fetched(rounds, transport, labels):
@@ -223,7 +226,20 @@ def run_forward(
     give_workspace(program, space)
     if out is None:
         out, lse = _nothing_seen(q, v)
+    if program.as_one:
+        out, lse = (_as_elements(x, batch) for x in (out, lse))
     return out, lse, arriving if program.keeps else None
+
+
+def _as_one_sequence(x: Tensor) -> Tensor:
+    """[B, H, L, ...] as [1, H, B * L, ...]: a view if tokens are next to each other in memory."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _as_elements(x: Tensor, batch: int) -> Tensor:
+    """[1, H, B * L, ...] as [B, H, L, ...], a view."""
+    apart: Tensor = x[0].unflatten(1, (batch, -1))
+    return apart.transpose(0, 1)
 
 
 def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,6 +302,7 @@ def run_backward(
     of k and v if `kv_dtype` names another.
     """
     q, k, v, out, lse = saved.q, saved.k, saved.v, saved.out, saved.lse
+    batch = q.shape[0]
     dtype = accumulation_dtype(q.dtype)
     grad_q: Tensor | None = None
     mods = [mod for mod in kernel.score_mods if mod is not None]
@@ -294,6 +311,10 @@ def run_backward(
         return *(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)), captured  # type: ignore[return-value]
     space = take_workspace(program, k, v)
     rounds, _ = space.rounds_of(k, v, kept)
+    if program.as_one:
+        q, out, lse = (_as_one_sequence(x) for x in (q, out, lse))
+        from_lse = None if grads.lse is None else _as_one_sequence(grads.lse)
+        grads = OutputGradients(_as_one_sequence(grads.out), from_lse)
     returns = GradientReturns(space.gradients, transport, labels)
     delta = kernel.kernel.delta(grads.out, out, grads.lse)
     for number, round_ in enumerate(fetched(rounds, transport, labels)):
@@ -328,4 +349,5 @@ def run_backward(
     grad_k, grad_v = space.kind.as_tokens(returns.finish(kv_dtype or dtype))
     give_workspace(program, space)
     grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
+    grad_q = _as_elements(grad_q, batch) if program.as_one else grad_q
     return grad_q, grad_k, grad_v, captured

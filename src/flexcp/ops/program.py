@@ -22,7 +22,7 @@ from flexcp.grid import BlockGrid
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.key_ranges import key_ranges_of
 from flexcp.kernels.mask_kinds import most_demanding
-from flexcp.kernels.shapes import shapes_from_ranges
+from flexcp.kernels.shapes import placed_together, shapes_from_ranges
 from flexcp.ops.gradient_program import GradientProgram, gradient_program
 from flexcp.ops.places import Places, arranged, rows_of_spans
 from flexcp.schedule import Schedule
@@ -45,10 +45,10 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class ElementWork:
-    """The work of one batch element, or of all that share a layout."""
+    """The work of one batch element, or of all."""
 
     b: int | None
-    """Which batch element; None for all."""
+    """Which batch element; None for all, which share a layout or are computed as one sequence."""
     first: int
     """The first of the round's rows that is its key."""
     rows: int
@@ -98,6 +98,8 @@ class RankProgram:
     """Whether all that arrives stays, for another pass."""
     by_element: bool
     """Whether batch elements have layouts of their own, and rows are tokens of one element."""
+    as_one: bool
+    """Whether the rows of all elements are computed as one sequence, in spite of that."""
     gradients: GradientProgram | None
     """What becomes of the gradients of K and V; None in the forward pass."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009
@@ -148,12 +150,15 @@ class RankPrograms:
     schedule: Schedule
     grid: BlockGrid
     rank: int
+    as_one: bool
+    """Whether batch elements whose layouts differ are computed as one sequence: in one go, if it
+    does not matter which element a row is of."""
 
     @cached_property
     def forward(self) -> RankProgram:
         """What the rank does in the forward pass."""
         with outside_of_transforms():
-            return rank_program(self.schedule, self.grid, self.rank, "forward")
+            return rank_program(self.schedule, self.grid, self.rank, "forward", as_one=self.as_one)
 
     @property
     def mask_kind(self) -> str:
@@ -164,14 +169,22 @@ class RankPrograms:
     def backward(self) -> RankProgram:
         """What the rank does in the backward pass."""
         with outside_of_transforms():
-            return rank_program(self.schedule, self.grid, self.rank, "backward")
+            return rank_program(self.schedule, self.grid, self.rank, "backward", as_one=self.as_one)
 
 
 @run_eagerly_on_cpu
 def rank_program(
-    schedule: Schedule, grid: BlockGrid | None, rank: int, direction: Direction
+    schedule: Schedule,
+    grid: BlockGrid | None,
+    rank: int,
+    direction: Direction,
+    *,
+    as_one: bool = False,
 ) -> RankProgram:
-    """What one rank does in every round of one pass; without a grid, it only moves rows."""
+    """What one rank does in every round of one pass; without a grid, it only moves rows.
+
+    `as_one` says that batch elements whose layouts differ are computed as one sequence.
+    """
     group, place = schedule.group_of(rank)
     own = schedule.groups.rows_of(group)
     steps = schedule.steps(rank, direction)
@@ -186,7 +199,7 @@ def rank_program(
     pieces = [[(0, x.numel())] if x.numel() else [] for x in rows]
     if grid is not None:
         finder = WorkFinder(schedule, grid, group, place)
-        work = [finder.of(x) for x in rows]
+        work = [finder.as_one(x) if as_one else finder.of(x) for x in rows]
         pieces = [[(w.first, w.rows) for w in found] for found in work]
     memory = _Memory(steps, buffers, kept=kept, keeps=schedule.keeps_kv, all_=schedule.gathers_all)
     rounds = [Round(*memory.transfers(i), memory.keys(i), found) for i, found in enumerate(work)]
@@ -207,6 +220,7 @@ def rank_program(
         memory.own_arrive,
         schedule.keeps_kv,
         by_element,
+        as_one and by_element,
         gradients,
     )
 
@@ -380,6 +394,20 @@ class WorkFinder:
                 element = None if self._elements == 1 else b
                 found.append(ElementWork(element, first, last - first, CompiledShapes(shapes)))
         return tuple(found)
+
+    def as_one(self, rows: Tensor) -> tuple[ElementWork, ...]:
+        """The same, with the queries of all elements one after the other, as their keys are."""
+        found = self.of(rows)
+        if self._elements == 1 or not found:
+            return found
+        first, last = found[0].first, found[-1].first + found[-1].rows
+        parts = [
+            (w.b * self._q[w.b].numel(), w.first - first, w.shapes.shapes)
+            for w in found
+            if w.b is not None
+        ]
+        shapes = placed_together(parts, torch.cat(self._q), rows[first:last] % self._seq_len)
+        return (ElementWork(None, first, last - first, CompiledShapes(shapes)),)
 
 
 def _of_element(grid: BlockGrid, b: int) -> BlockGrid:

@@ -14,7 +14,7 @@ from flexcp.kernels.merge import accumulation_dtype
 from flexcp.ops.gradient_program import Add, RowSums
 from flexcp.ops.places import Places
 from flexcp.ops.program import RankProgram
-from flexcp.ops.rows import Messages, RowKind, rows_of
+from flexcp.ops.rows import Messages, RowKind, rows_of, stretches_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +178,8 @@ def bound_gradients(
             all_to_all = (whole.view(-1), sent.view(-1), tuple(takes), tuple(gives))
         else:
             begin = round_.sent.first
-            sends = tuple((p, rows_of(sent, x.first - begin, x.rows)) for p, x in round_.sends)
-            receives = tuple((p, rows_of(lands, x.first, x.rows)) for p, x in round_.receives)
+            sends = _messages(sent, round_.sends, begin)
+            receives = _messages(lands, round_.receives)
         sum_alike, given, returned = None, came, round_.returned
         if round_.alike:
             rows = round_.came // round_.alike
@@ -204,6 +204,12 @@ def bound_gradients(
     own = rows_of(sums, 0, program.own_rows)
     nbytes = sum(x.nbytes for x in (beyond, pieces, alike, cast, came))
     return BoundGradients(own, nbytes, cleared(gradients.clears), tuple(bound))
+
+
+def _messages(x: Tensor, places: Sequence[tuple[int, Places]], begin: int = 0) -> Messages:
+    """Rows of a tensor for each peer, counted from row `begin` on."""
+    cut = stretches_of(x, [(at.first - begin, at.rows) for _, at in places])
+    return tuple((p, part) for (p, _), part in zip(places, cut, strict=True))
 
 
 class GradientReturns:

@@ -8,6 +8,7 @@ views of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -92,6 +93,21 @@ def rows_of(x: Tensor, first: int, rows: int) -> Tensor:
     return x if rows == x.shape[0] else x.narrow(0, first, rows)
 
 
+def stretches_of(x: Tensor, places: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    """Rows from a first one on, as many as are said, for each of some places.
+
+    Those that follow each other are cut by one operation.
+    """
+    ends = [first + rows for first, rows in places]
+    if len(places) < 2 or any(
+        end != first for end, (first, _) in zip(ends, places[1:], strict=False)
+    ):
+        return [rows_of(x, first, rows) for first, rows in places]
+    whole = rows_of(x, places[0][0], ends[-1] - places[0][0])
+    cut: tuple[Tensor, ...] = whole.split([rows for _, rows in places])
+    return cut
+
+
 def bound_rounds(
     program: RankProgram,
     kind: RowKind,
@@ -107,6 +123,15 @@ def bound_rounds(
         def rows_from(source: Source) -> Tensor:
             """Rows that stand side by side."""
             return rows_of(tensors[source.of], source.places.first, source.places.rows)
+
+        def messages_from(sources: Sequence[tuple[int, Source]]) -> Messages:
+            found: dict[int, Tensor] = {}
+            for of, x in tensors.items():
+                peers = [p for p, source in sources if source.of == of]
+                places = [s.places for _, s in sources if s.of == of]
+                cut = stretches_of(x, [(at.first, at.rows) for at in places])
+                found.update(zip(peers, cut, strict=True))
+            return tuple((p, found[p]) for p, _ in sources)
 
         gathers, at = [], 0
         for source in round_.gathers:
@@ -126,8 +151,8 @@ def bound_rounds(
         )
         return BoundRound(
             tuple(gathers),
-            tuple((p, rows_from(source)) for p, source in round_.sends),
-            tuple((p, rows_of(arriving, x.first, x.rows)) for p, x in round_.receives),
+            messages_from(round_.sends),
+            messages_from([(p, Source("arriving", places)) for p, places in round_.receives]),
             (arriving.view(-1, *own.shape), own) if round_.gathers_all else None,
             key_gather if round_.work else None,
             tuple(work),

@@ -305,7 +305,7 @@ def _make_op(
     return ShardedAttention(
         kind.agreement(plan, content),
         transport,
-        programs_of(plan, mask),
+        programs_of(plan, mask, as_one=score_mod is None and not kind.dropout_p),
         swap,
         RoundKernel(factor, choice.runs, mods),
         kind.dropout_p,
@@ -313,11 +313,17 @@ def _make_op(
     )
 
 
-def programs_of(plan: Plan, mask: str) -> RankPrograms:
-    """What this rank does under a mask of the plan, in both passes: found once per plan."""
+def programs_of(plan: Plan, mask: str, *, as_one: bool = True) -> RankPrograms:
+    """What this rank does under a mask of the plan, in both passes: found once per plan.
+
+    `as_one` says that it does not matter which batch element a row is of.
+    """
     schedule, grid, rank = plan.schedules[mask], plan.grids[mask], plan.transport.rank
+    as_one = as_one and plan.layout.batch_elements > 1
     return plan.memo.kept(
-        ("programs", mask), lambda: RankPrograms(schedule, grid, rank), per_mask=True
+        ("programs", mask, as_one),
+        lambda: RankPrograms(schedule, grid, rank, as_one),
+        per_mask=True,
     )
 
 

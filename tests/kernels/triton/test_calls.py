@@ -15,13 +15,14 @@ from kernels.cases import loss
 
 LENGTH = 60
 MASK = masks.causal() & masks.document(lengths=[20, 17, 23])
+BY_ELEMENT = masks.causal() & masks.document(lengths=[[20, 17, 23], [51, 2, 7]])
 ROWS_WITHOUT_KEYS = Mask(lambda b, h, q, kv: (q >= kv + 7 * h) & (q % 11 != 4))
 TRITON = {"kernel": "triton"}
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def inputs(dtype: torch.dtype = torch.float32, batch: int = 1) -> list[Tensor]:
     """Q, K, V and sinks."""
-    shapes = ((1, 2, LENGTH, 16), (1, 1, LENGTH, 16), (1, 1, LENGTH, 16), (2,))
+    shapes = ((batch, 2, LENGTH, 16), (batch, 1, LENGTH, 16), (batch, 1, LENGTH, 16), (2,))
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -82,12 +83,14 @@ def test_autocast_and_checkpointing_are_as_with_other_kernels() -> None:
         (3, "exchange", ROWS_WITHOUT_KEYS),
         (4, "ring", masks.sliding_window(20)),
         (5, "allgather", MASK),
+        (3, "exchange", BY_ELEMENT),
     ],
 )
 def test_ranks_merge_their_rounds_inside_the_kernel(
     ranks: int, schedule: str, mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = inputs()[:3]
+    batch = 2 if mask is BY_ELEMENT else 1
+    given = inputs(batch=batch)[:3]
     exact = [x.detach().double().requires_grad_() for x in given]
     out, lse = flexcp.flex_attention(
         *exact, block_mask=mask, enable_gqa=True, return_lse=True,
@@ -98,8 +101,9 @@ def test_ranks_merge_their_rounds_inside_the_kernel(
     def rank(mesh: object) -> list[Tensor]:
         plan = flexcp.make_plan(
             mask, LENGTH, mesh, num_heads=2, num_kv_heads=1, head_dim=16, block_size=16,
-            schedule=schedule, dtype=torch.float32,
+            schedule=schedule, dtype=torch.float32, batch=batch,
         )  # fmt: skip
+        assert plan.layout.batch_elements == batch
         own = [x.detach().requires_grad_() for x in given]
         shards = [plan.shard(x, 2) for x in own]
         out, lse = flexcp.attention(*shards, plan, return_lse=True, kernel="triton")
