@@ -139,11 +139,12 @@ class VarlenKernel:
                 grad_lse=grad_lse, delta=delta, grad_q=grad_q, grad_kv=grad_kv, dropout=dropout,
             )  # fmt: skip
         dtype = accumulation_dtype(q.dtype)
-        # exp(score - inf) is 0: rows that see nothing anywhere get zero gradients.
-        lse = lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf)
+        if any(call.idle_rows is not None for call in calls):
+            # exp(score - inf) is 0: rows that see nothing anywhere get zero gradients.
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         tensors = [_packed(x) for x in (grad_out.to(q.dtype), q, k, v, out.to(q.dtype))]
         g, q_, k_, v_, out_ = tensors
-        lse_ = lse.transpose(0, 1).reshape(q.shape[1], -1)
+        lse_ = lse.to(dtype).transpose(0, 1).reshape(q.shape[1], -1)
         whole = len(calls) == 1 and calls[0].is_whole(q_.shape[0], k_.shape[0])
         if whole:
             dq, dk, dv = self.ops.backward(g, q_, k_, v_, out_, lse_, calls[0], scale)
@@ -250,7 +251,7 @@ def _cuda_backward(
     call: VarlenCall,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    no_seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # read by dropout alone
     unused = torch.empty(0, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad_out, q, k, v, out, lse, call.q_ends, call.k_ends, call.longest_q, call.longest_k,
