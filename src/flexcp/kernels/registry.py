@@ -147,14 +147,14 @@ def choose(
     on_gpu = kernel is None and q.device.type == "cuda" and (dropout or not is_one_rectangle)
     if kernel == "triton":
         _require_triton(q, v, score_mod, max_scores, wishes)
-        return _triton(q, v, wishes, asked)
+        return _triton(q, v, wishes, asked, dropout)
     if kernel == "varlen":
         _require_varlen(q, v, score_mod, max_scores, dropout)
         return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
     if on_gpu and not score_mod and not max_scores:
         why_not = _why_not_triton(q, v)
         if why_not is None:
-            found = _triton(q, v, "", ("CUDA tensors, and a mask as data",))
+            found = _triton(q, v, "", ("CUDA tensors, and a mask as data",), dropout)
             return found if dropout else _with_varlen(q, v, found)
         asked = (why_not,)
     if kernel == "flex" or (on_gpu and not partial and not dropout):
@@ -258,8 +258,10 @@ def _name_and_wishes(kernel: str) -> tuple[str, str]:
     return (name.strip(), wishes.strip()) if name.strip() == "triton" else (kernel, "")
 
 
-def _triton(q: Tensor, v: Tensor, wishes: str, reasons: tuple[str, ...]) -> Choice:
-    tuning, about = tuning_for(arch_of(q.device), q.shape[-1], v.shape[-1], q.dtype, wishes)
+def _triton(q: Tensor, v: Tensor, wishes: str, reasons: tuple[str, ...], dropout: bool) -> Choice:
+    tuning, about = tuning_for(
+        arch_of(q.device), q.shape[-1], v.shape[-1], q.dtype, wishes, dropout=dropout
+    )
     version = f"Triton {triton_version()}"
     return Choice("triton", None, (*reasons, version, *about), tuning)
 

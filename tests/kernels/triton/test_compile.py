@@ -47,7 +47,8 @@ def loops(text):
 rows = []
 for arch, name, dim, kind, tile in json.loads(sys.argv[1]):
     dtype, dropout = getattr(torch, kind.split()[0]), Dropout(0.1, 3) if "dropout" in kind else None
-    tuning = tuning_for(arch, dim, dim, dtype, tile and f"{name}={tile}")[0]
+    wishes = tile and f"{name}={tile}"
+    tuning = tuning_for(arch, dim, dim, dtype, wishes, dropout=dropout is not None)[0]
     made = machine_code(arch, name, dim, dtype, tuning, dropout=dropout)
     rows.append({**asdict(made.report), "loops": loops(made.text),
                  "tf32": "tf32" in made.intermediate.lower() + made.text.lower()})
@@ -72,7 +73,10 @@ AT_256 = [
     *product(["sm_86"], KERNELS, [256], ["bfloat16"], [""]),
 ]
 SINGLE = [("sm_80", "dkdv", 64, "float32", ""), ("sm_100", "dkdv", 64, "float32", "")]
-DROPPING = [*product(["sm_80"], KERNELS, [128], ["bfloat16 dropout"], [""])]
+DROPPING = [
+    *product(["sm_80"], KERNELS, [128], ["bfloat16 dropout"], [""]),
+    *product(["sm_90", "sm_100"], ["dkdv"], [128], ["bfloat16 dropout"], [""]),
+]
 ON_AMD = [*product(["gfx942"], KERNELS, [128], ["float16"], [""])]
 LOOPS = [(arch, "forward", 128, "bfloat16", tile) for arch, tile in LONGEST_LOOPS]
 IN_FLOAT32 = [*product(["sm_80", "sm_90"], KERNELS, [16], ["float32"], ["16x16 w4 s1"])]

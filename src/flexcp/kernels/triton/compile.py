@@ -136,7 +136,11 @@ def machine_code(
 
     _require_known(arch)
     value_dim = value_dim or head_dim
-    tuning = tuning_for(arch, head_dim, value_dim, dtype)[0] if tuning is None else tuning
+    tuning = (
+        tuning_for(arch, head_dim, value_dim, dtype, dropout=dropout is not None)[0]
+        if tuning is None
+        else tuning
+    )
     launch = dict(_launches(head_dim, value_dim, dtype, tuning, dropout))[name]
     forward, backward = kernels()
     function = getattr(forward if name == "forward" else backward, launch.kernel)

@@ -306,9 +306,6 @@ def _covered(
         is_full &= in_tile == across.rows
     ragged = bool(across.kv_len % across.cols) and by == "query"
     whole = end - (ragged & (end == across.kv_tiles)).to(torch.int64)
-    _require_countable(
-        int((whole - begin)[is_full].sum()) + int((end - begin)[~is_full].sum()), planes, across
-    )
     some_full = is_full & (whole > begin)
     rest = [
         (line[~is_full], begin[~is_full], end[~is_full]),
@@ -316,6 +313,9 @@ def _covered(
         (stretches.line, t0, f0),
         (stretches.line, f1, t1),
     ]
+    counts = [(last - first).clamp(min=0).sum() for _, first, last in rest]
+    full = (whole - begin)[some_full].sum()
+    _require_countable(int(torch.stack([full, *counts]).sum()), planes, across)
     codes = []
     for lines, first, last in rest:
         of, tile = _expanded(first, last)

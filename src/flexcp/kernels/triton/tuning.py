@@ -128,6 +128,12 @@ _WITH_LESS_SHARED = {
 }
 """What does not fit there otherwise, or spills on sm_120."""
 
+_WITH_DROPOUT: Mapping[tuple[str, str, int], Mapping[str, Any]] = {
+    ("sm_90", "half", 128): {"dkdv": parse_tile("32x64 w8 s2 tma")},
+    ("sm_100", "half", 128): {"dkdv": parse_tile("64x64 w8 s2 tma")},
+}
+"""What spills otherwise when weights are dropped."""
+
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What the table has entries for."""
 
@@ -151,7 +157,13 @@ def nearest_known(arch: str) -> str:
 
 
 def tuning_for(
-    arch: str, head_dim: int, value_dim: int, dtype: torch.dtype, wishes: str = ""
+    arch: str,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    wishes: str = "",
+    *,
+    dropout: bool = False,
 ) -> tuple[Tuning, tuple[str, ...]]:
     """How to compile the kernels for an architecture, and what there is to say about it.
 
@@ -161,6 +173,7 @@ def tuning_for(
         value_dim: of values.
         dtype: of all of them.
         wishes: "forward=128x64 w8 s3, dq=..." overrides what the table says.
+        dropout: whether weights are dropped, which takes registers.
 
     >>> found, why = tuning_for("sm_86", 64, 64, torch.bfloat16, "forward=64x64 w4 s2")
     >>> str(found.forward), why[0]
@@ -179,6 +192,8 @@ def tuning_for(
         found = TABLE[known, kind, size]
         if arch in LESS_SHARED:
             found = _WITH_LESS_SHARED.get((kind, size), found)
+        if dropout:
+            found = replace(found, **_WITH_DROPOUT.get((known, kind, size), {}))
     found = replace(found, arch=known)
     if wishes:
         named: dict[str, Any] = dict(_wish(part) for part in wishes.split(","))
