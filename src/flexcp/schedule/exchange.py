@@ -128,7 +128,7 @@ def _even_parts(
         filled.index_add_(0, user[which] * rounds + number, cut_high - cut_low)
         if int(filled.max()) <= limit:
             break
-        rounds += 1
+        rounds += 1 + rounds // 16  # few trials where many rounds of a few rows are needed
     offset = (start - low)[which]
     kept = cut_low < cut_high
     which, number, begin, end = (
