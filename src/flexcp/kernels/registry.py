@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from flexcp.kernels.fused import FUSED_OPS, FusedOp
 from flexcp.kernels.interface import Kernel
 from flexcp.kernels.mask_kinds import KINDS, SCORE_FUNCTION
 from flexcp.kernels.preferences import KernelOrder, preferences_for
-from flexcp.kernels.score import check_score_mod
+from flexcp.kernels.score import ScoreLike, check_score_mod
 from flexcp.kernels.triton.available import (
     arch_of,
     is_tested,
@@ -24,6 +25,7 @@ from flexcp.kernels.triton.available import (
     require_triton,
     triton_version,
 )
+from flexcp.kernels.triton.emit import unknown_step
 from flexcp.kernels.triton.kernel import TritonKernel
 from flexcp.kernels.triton.tuning import Tuning, names_every_kernel, tuning_for
 from flexcp.kernels.varlen import CUDA_VARLEN, VarlenKernel, VarlenOps
@@ -74,7 +76,7 @@ def choose(
     q: Tensor,
     v: Tensor,
     *,
-    score_mod: bool = False,
+    score_mod: ScoreLike = None,
     max_scores: bool = False,
     is_one_rectangle: bool = False,
     partial: bool = False,
@@ -87,7 +89,7 @@ def choose(
     Args:
         q: [B, H, Lq, D].
         v: [B, G, Lkv, Dv].
-        score_mod: whether there is a function on the scores.
+        score_mod: a function on the scores, examined or not; True for one that is not known.
         max_scores: whether each row's largest score is wanted.
         is_one_rectangle: whether every query sees every key.
         partial: whether a partial result is wanted, which compiled FlexAttention does not return.
@@ -106,8 +108,9 @@ def choose(
     if kernel is not None:
         require("kernel", kernel, str, f"pass one of {', '.join(map(repr, KERNELS))}")
     order = None
+    has_score = score_mod is not None and score_mod is not False
     if kernel is None and not dropout:  # which is not what was measured
-        order = _measured_order(q, score_mod, mask_kind)
+        order = _measured_order(q, has_score, mask_kind)
     if order is not None:
 
         def ask(name: str) -> Choice:
@@ -144,30 +147,35 @@ def choose(
     if kernel == "reference":
         return Choice("reference", None, (_ASKED,))
     asked: tuple[str, ...] = () if kernel is None else (_ASKED,)
-    on_gpu = kernel is None and q.device.type == "cuda" and (dropout or not is_one_rectangle)
+    on_gpu = kernel is None and q.device.type == "cuda"
+    on_gpu &= dropout or has_score or not is_one_rectangle
     if kernel == "triton":
         _require_triton(q, v, score_mod, max_scores, wishes)
         return _triton(q, v, wishes, asked, dropout)
     if kernel == "varlen":
-        _require_varlen(q, v, score_mod, max_scores, dropout)
+        _require_varlen(q, v, has_score, max_scores, dropout)
         return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
-    if on_gpu and not score_mod and not max_scores:
-        why_not = _why_not_triton(q, v)
+    if on_gpu and (has_score or not max_scores):
+        why_not = _why_not_triton(q, v, score_mod if has_score else None, max_scores)
         if why_not is None:
-            found = _triton(q, v, "", ("CUDA tensors, and a mask as data",), dropout)
-            return found if dropout else _with_varlen(q, v, found)
+            what = "a score_mod written out in Triton" if has_score else "a mask as data"
+            found = _triton(q, v, "", (f"CUDA tensors, and {what}",), dropout)
+            return found if dropout or has_score else _with_varlen(q, v, found)
         asked = (why_not,)
     if kernel == "flex" or (on_gpu and not partial and not dropout):
         _require_flex(q)
         return Choice("flex", None, (*asked, "CUDA tensors, and a mask or score_mod to compile in"))
-    if kernel == "flash" and score_mod:
+    if kernel == "flash" and has_score:
         raise FlexCPError(
             "a kernel that takes a score_mod",
             "kernel 'flash'",
             "ask for 'scored', or leave the kernel out",
         )
-    if score_mod or kernel == "scored":
-        why = "a score_mod" if score_mod else "strips were asked for"
+    if has_score or kernel == "scored":
+        why = "a score_mod" if has_score else "strips were asked for"
+        if on_gpu:
+            needs = "drops no weights" if dropout else "returns no partial results"
+            asked = (*asked, f"not compiled FlexAttention, which {needs}")
         return Choice("scored", None, (*asked, why))
     for given, why in (
         (max_scores, "strips only: fused ops don't return the largest scores"),
@@ -201,6 +209,7 @@ def explain(
     - a score_mod
     """
     check_score_mod(score_mod)
+    function: Any = score_mod
     require("max_scores", max_scores, bool, "pass True or False")
     require("is_one_rectangle", is_one_rectangle, bool, "pass True or False")
     if mask_kind is not None and mask_kind not in KINDS:
@@ -210,7 +219,7 @@ def explain(
     choice = choose(
         q,
         v,
-        score_mod=score_mod is not None,
+        score_mod=function,
         max_scores=max_scores,
         is_one_rectangle=is_one_rectangle,
         kernel=kernel,
@@ -287,28 +296,43 @@ def _require_varlen(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, dro
         )
 
 
-def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
+def _why_not_triton(q: Tensor, v: Tensor, score_mod: ScoreLike, max_scores: bool) -> str | None:
     version = triton_version()
     if version is None:
         return "not the Triton kernels: Triton is not installed"
     if not is_tested(version):
         return f"not the Triton kernels: they were not tested with Triton {version}"
     refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
-    return None if refusal is None else f"not the Triton kernels, which need {refusal.expected}"
+    if refusal is not None:
+        return f"not the Triton kernels, which need {refusal.expected}"
+    if max_scores:
+        return "not the Triton kernels, which don't return the largest scores"
+    unknown = unknown_step(score_mod, q.dtype, q.device)
+    return None if unknown is None else f"not the Triton kernels: the score_mod has {unknown}"
 
 
-def _require_triton(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, wishes: str) -> None:
+def _require_triton(
+    q: Tensor,
+    v: Tensor,
+    score_mod: ScoreLike,
+    max_scores: bool,
+    wishes: str,
+) -> None:
     require_triton(any_version=names_every_kernel(wishes))
-    for name, given, instead in (
-        ("score_mod", score_mod, "scored"),
-        ("max_scores", max_scores, "flash"),
-    ):
-        if given:
-            raise FlexCPError(
-                f"a kernel that takes {name}",
-                "kernel 'triton'",
-                f"ask for {instead!r}, or leave the kernel out",
-            )
+    if max_scores:
+        raise FlexCPError(
+            "a kernel that takes max_scores",
+            "kernel 'triton'",
+            "ask for 'flash', or leave the kernel out",
+        )
+    unknown = unknown_step(score_mod, q.dtype, q.device)
+    if unknown is not None:
+        raise FlexCPError(
+            "a kernel that takes score_mod",
+            f"kernel 'triton', which can't write it out in Triton: it has {unknown}",
+            "ask for 'scored', or leave the kernel out: compiled FlexAttention takes it on one "
+            "CUDA device, strips of matrix products elsewhere",
+        )
     refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
     if refusal is not None:
         raise refusal

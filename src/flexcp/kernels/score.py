@@ -11,6 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.score_chain import ScoreChain, chain_of
+from flexcp.kernels.score_graph import ScoreGraph, ScoreRecorder
 from flexcp.masks.trace import describe
 from flexcp.packing import tensor_bytes
 
@@ -49,10 +52,29 @@ class ScoreMod:
     digest: str
     """Of what it does: its steps, their numbers, and the captured tensors, as far as those are on
     the CPU and need no gradient."""
+    graph: ScoreGraph | None = None
+    """What it does to a tile, step by step; None if it can't be called on one."""
+    first_batch: int = 0
+    """The number, to the function, of the first batch element that a kernel gets."""
+    first_head: int = 0
+    """The number, to the function, of the first query head that a kernel gets."""
+
+    @cached_property
+    def chain(self) -> ScoreChain | None:
+        """How the forward pass does it in place; None if the function has to be called."""
+        return None if self.graph is None or self.changes_score else chain_of(self.graph)
+
+    def numbered(self, b_N: Tensor, h_NR: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
+        """The numbers of batch elements and heads, counted from 0, as the function knows them."""
+        return (
+            b_N + self.first_batch if self.first_batch else b_N,
+            h_NR + self.first_head if self.first_head else h_NR,
+        )
 
     def apply(self, tile: Tensor, b_N: Tensor, h_NR: Tensor, q: Tensor, kv: Tensor) -> Tensor:  # noqa: N803
         """The scores of a tile [N, R, T, U], modified, in a tensor of their own or in `tile`."""
         score = tile.clone() if self.changes_score else tile
+        b_N, h_NR = self.numbered(b_N, h_NR)  # noqa: N806
         if self.on_tiles:
             result = self.function(
                 score, b_N[:, None, None, None], h_NR[:, :, None, None], q[:, None], kv
@@ -76,6 +98,10 @@ class ScoreMod:
             if grad is not None:
                 total += grad
         return torch.zeros_like(gradient) if grads[0] is None else grads[0]
+
+
+ScoreLike = ScoreMod | ScoreFunction | bool | None
+"""A function on the scores, examined or not; or whether there is one, of which nothing is known."""
 
 
 def check_score_mod(score_mod: object) -> None:
@@ -135,8 +161,9 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
             "index captured tensors in all of their dimensions, as in bias[h, q_idx, kv_idx]",
         )
     return ScoreMod(
-        function, tuple(watcher.captured), on_tiles, watcher.changes_score, watcher.digest()
-    )
+        function, tuple(watcher.captured), on_tiles, watcher.changes_score, watcher.digest(),
+        watcher.graph if on_tiles else None,
+    )  # fmt: skip
 
 
 def _changes_dtype(function: ScoreFunction, expected: torch.dtype, got: torch.dtype) -> FlexCPError:
@@ -182,6 +209,8 @@ class _Watcher(TorchDispatchMode):
         self._made_here: dict[int, Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._steps: list[str] = []
+        self._recorder: ScoreRecorder | None = None
+        self.graph: ScoreGraph | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -191,11 +220,13 @@ class _Watcher(TorchDispatchMode):
         """Calls `function` on `inputs`."""
         self._touched = {id(x): x for x in inputs}
         self._numbers = {id(x): i for i, x in enumerate(inputs)}
+        self._recorder = ScoreRecorder(inputs)
         with torch.enable_grad(), self:
             result = function(*inputs)
         if isinstance(result, Tensor) and id(result) not in self._touched:
             self._note(result)
         self._steps.append(f"returns {self._told(result)}")
+        self.graph = self._recorder.finish(result)
         return result.detach() if isinstance(result, Tensor) else result
 
     def __torch_dispatch__(
@@ -222,10 +253,14 @@ class _Watcher(TorchDispatchMode):
         for made in _tensors(result):
             self._numbers[id(made)] = len(self._numbers)
             (self._touched if touched else self._made_here)[id(made)] = made
+        assert self._recorder is not None
         if touched:
+            self._recorder.add(func, args, kwargs, result)
             self.acts_alone &= self._alone(func, args)
             if func._schema.is_mutable:
                 self.changes_score = True
+        else:
+            self._recorder.add_constant(func, args, result)
         return result
 
     def digest(self) -> str:

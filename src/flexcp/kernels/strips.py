@@ -188,11 +188,19 @@ def strip_forward(
         scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale * LOG2_E)
         _forbid(scores, piece)
     else:
-        scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale)
+        chain = None if mod.chain is None else mod.chain.prepared(scores.dtype)
+        factor = 1.0 if chain is None else chain.factor
+        scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale * factor)
         tile = scores.view(n, r, piece.rows, piece.keys)
-        modified = _modified(tensors, piece, scoring, mod, tile)
-        scores = work.scores(1, n, q.shape[1], piece.keys)
-        torch.mul(modified, LOG2_E, out=scores.view(tile.shape))
+        if chain is None:
+            modified = mod.apply(tile, *_indices(tensors, piece, scoring))
+            scores = work.scores(1, n, q.shape[1], piece.keys)
+            torch.mul(modified, LOG2_E, out=scores.view(tile.shape))
+        else:
+            b_N, h_NR, q_at, kv_at = _indices(tensors, piece, scoring)  # noqa: N806
+            b_N, h_NR = mod.numbered(b_N, h_NR)  # noqa: N806
+            indices = b_N[:, None, None, None], h_NR[:, :, None, None], q_at[:, None], kv_at
+            scores = chain.run(tile, *indices).reshape(scores.shape)
         _forbid_modified(scores, piece)
     highest = scores.amax(-1, keepdim=True)
     some_row_is_fully_masked = piece.has_fully_masked_rows or mod is not None
@@ -249,7 +257,7 @@ def strip_backward(
         # They may be needed to differentiate the score function at them.
         tile = scores.view(n, r, piece.rows, piece.keys).requires_grad_()
         with torch.enable_grad():
-            modified = _modified(tensors, piece, scoring, mod, tile)
+            modified = mod.apply(tile, *_indices(tensors, piece, scoring))
         torch.mul(modified.detach(), LOG2_E, out=weights.view(tile.shape))
         _forbid_modified(weights, piece)
         weights.add_(minus_lse)
@@ -295,20 +303,16 @@ def _by_row(x: Tensor, piece: Piece) -> Tensor:
     return rows_of(x, piece).flatten(1, 2)
 
 
-def _modified(
-    tensors: StripTensors, piece: Piece, scoring: Scoring, mod: ScoreMod, tile: Tensor
-) -> Tensor:
+def _indices(
+    tensors: StripTensors, piece: Piece, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a score function is told of a strip: b [N], h [N, R], positions [T] and [U]."""
     assert tensors.b_N is not None
     assert tensors.h_NR is not None
     assert scoring.q_positions is not None
     assert scoring.kv_positions is not None
-    return mod.apply(
-        tile,
-        tensors.b_N,
-        tensors.h_NR,
-        rows_of(scoring.q_positions, piece, 0),
-        keys_of(scoring.kv_positions, piece, 0),
-    )
+    q_at = rows_of(scoring.q_positions, piece, 0)
+    return tensors.b_N, tensors.h_NR, q_at, keys_of(scoring.kv_positions, piece, 0)
 
 
 def _kept_by_columns(

@@ -18,10 +18,11 @@ from flexcp.eager import run_eagerly_on_cpu
 from flexcp.graph_handles import owner_of, require_compiled_for
 from flexcp.ops.executor import fetched, give_workspace, take_workspace
 from flexcp.ops.places import rows_of_spans
-from flexcp.ops.program import RankProgram, Source, WorkFinder, rank_program
+from flexcp.ops.program import RankProgram, Source, rank_program
 from flexcp.ops.returns import GradientReturns
 from flexcp.ops.rows import bound_rounds, fetched_shape
 from flexcp.ops.sharded import sharded_op, tell_ranks_on_error, telling_ranks
+from flexcp.ops.work import WorkFinder
 from flexcp.plan import Plan
 from flexcp.schedule import make_schedule
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -117,10 +118,18 @@ def local_attention(
     if kernel is None and options and mask is not None and q.device.type == "cuda":
         kernel = "flex"  # tuning options of torch's own kernels are for these
     shapes_once = lru_cache(maxsize=1)(lambda: compiled_shapes_for(mask, q, k))
+    translated = score_mod
+    if score_mod is not None and positions is not None:
+        translated = on_global_positions(score_mod, *positions)
+    mod = None
+    if translated is not None and kernel not in ("flex", "reference"):
+        # What can't be examined may still be compiled.
+        with suppress(Exception) if kernel is None and q.device.type == "cuda" else nullcontext():
+            mod = examine(translated, accumulation_dtype(q.dtype), q.device)
     choice = choose(
         q,
         v,
-        score_mod=score_mod is not None,
+        score_mod=score_mod is not None if mod is None else mod,
         max_scores=max_scores,
         is_one_rectangle=mask is None,
         kernel=kernel,
@@ -144,14 +153,11 @@ def local_attention(
             options=options,
         )
         return found
-    if score_mod is not None and positions is not None:
-        score_mod = on_global_positions(score_mod, *positions)
     shapes = shapes_once()
     if choice.kernel == "reference":
-        return _dense(shapes, q, k, v, score_mod, scale, sinks, dropout)
-    mod = None
-    if score_mod is not None:
-        mod = examine(score_mod, accumulation_dtype(q.dtype), q.device)
+        return _dense(shapes, q, k, v, translated, scale, sinks, dropout)
+    if translated is not None and mod is None:
+        mod = examine(translated, accumulation_dtype(q.dtype), q.device)  # raises what was wrong
     op = LocalAttention(shapes, scale, choice.runs, mod, max_scores, dropout)
     out, lse, *extras = differentiable(op, q, k, v, sinks)
     return out, lse, extras[0] if extras else None

@@ -286,7 +286,7 @@ def _make_op(
         own = examine(score_mod, dtype, q.device)
         content = own.digest
         mods = tuple(
-            examine(shifted(score_mod, b, first_head), dtype, q.device) if b or first_head else own
+            replace(own, first_batch=b, first_head=first_head)
             for b in range(schedule.groups.batch_elements)
         )
         if mods[0] is not None and needs_gradients(*mods[0].captured):
@@ -294,7 +294,7 @@ def _make_op(
     choice = choose(
         q,
         v,
-        score_mod=score_mod is not None,
+        score_mod=mods[0],
         partial=True,
         kernel=kind.kernel,
         dropout=kind.dropout_p > 0,

@@ -15,6 +15,7 @@ from flexcp.kernels import Partial, merge
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.reference import dense_attention, dense_mask
+from flexcp.kernels.score import ScoreFunction, examine
 from flexcp.kernels.shapes import shapes_of
 from flexcp.kernels.triton.kernel import TritonKernel
 from flexcp.kernels.triton.tuning import Tuning, parse_tile
@@ -56,8 +57,12 @@ def errors(
     tuning: Tuning = SMALL,
     directions: Sequence[str] = ("forward", "merged", "backward"),
     dropout: Dropout | None = None,
+    score_mod: ScoreFunction | None = None,
 ) -> dict[str, float]:
-    """How far each result is from the oracle's in float64, in units of what is allowed."""
+    """How far each result is from the oracle's in float64, in units of what is allowed.
+
+    Tensors that `score_mod` captures and that need a gradient are compared too.
+    """
     s = sizes
     q, k, v = (
         torch.randn(s.batch, heads, length, dim, dtype=torch.float64).to(dtype)
@@ -69,11 +74,15 @@ def errors(
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     rows, keys = torch.arange(s.q_len), torch.arange(s.kv_len)
     allowed = dense_mask(mask.mask_mod, rows, keys, batch=s.batch, heads=s.heads)
-    expected = dense_attention(*exact, allowed=allowed, scale=scale, dropout=dropout)
+    expected = dense_attention(
+        *exact, allowed=allowed, scale=scale, dropout=dropout, score_mod=score_mod
+    )
+    mod = None if score_mod is None else examine(score_mod, torch.float32, q.device)
+    captured = () if mod is None else mod.captured
     grid = flexcp.build_block_grid(mask, s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
     compiled = CompiledShapes(shapes_of(grid))
     kernel = TritonKernel(tuning)
-    options: dict[str, Any] = {"scale": scale, "dropout": dropout}
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "score_mod": mod}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     if "forward" in directions:
         found = kernel.forward(*map(surrounded, (q, k, v)), compiled, **options)
@@ -85,7 +94,7 @@ def errors(
         grad_lse = torch.randn(expected.lse.shape).masked_fill(expected.lse == -torch.inf, 0.0)
         finite = expected.lse.masked_fill(expected.lse == -torch.inf, 0.0)
         total = (expected.out * grad_out.double()).sum() + (finite * grad_lse.double()).sum()
-        wanted = torch.autograd.grad(total, exact)
+        wanted = torch.autograd.grad(total, [*exact, *captured])
         before = torch.randn(q.shape)
         out, lse = expected.out.detach().to(dtype), expected.lse.detach().float()
         back = kernel.backward(
@@ -96,6 +105,10 @@ def errors(
             "dq": (back.q - before, wanted[0]),
             "dk": (back.k, wanted[1]),
             "dv": (back.v, wanted[2]),
+        }
+        pairs |= {
+            f"captured {i}": pair
+            for i, pair in enumerate(zip(back.captured, wanted[3:], strict=True))
         }
     return {name: relative_error(*pair) / tolerance(dtype) for name, pair in pairs.items()}
 

@@ -11,6 +11,7 @@ import os
 import sys
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -115,6 +116,11 @@ def kernels() -> tuple[ModuleType, ModuleType]:
         importlib.import_module("flexcp.kernels.triton.forward"),
         importlib.import_module("flexcp.kernels.triton.backward"),
     )
+
+
+def captured_kernel() -> Any:
+    """The kernel for gradients of what score functions capture; imports Triton."""
+    return importlib.import_module("flexcp.kernels.triton.captured").lookup_gradients
 
 
 def arch_of(device: torch.device) -> str:

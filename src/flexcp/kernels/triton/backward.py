@@ -17,6 +17,7 @@ from flexcp.kernels.triton.tile_steps import (
     read,
     read_bits,
     read_former,
+    read_index,
     read_listed,
     row_hashes,
     tile_base,
@@ -69,10 +70,15 @@ def read_lse(base, rows_left, BM: tl.constexpr):
 @triton.jit
 def dq_step(
     q, g, k, v, lse, delta, sums, score_scale, allowed, kept, factor,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
+    batch, head, q_index, key_index, given,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr, SCORE: tl.constexpr,
+    PULL_BACK: tl.constexpr,
 ):  # fmt: skip
     """Adds what one key tile gives to the gradient of the queries."""
-    scores = product(q, k.T, WIDEN)
+    products = product(q, k.T, WIDEN)
+    scores = products
+    if SCORE is not None:
+        scores = SCORE(products, batch, head, q_index[:, None], key_index[None, :], given)
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
     weights = tl.math.exp2(scores * score_scale - lse[:, None])
@@ -80,12 +86,17 @@ def dq_step(
     if DROPOUT:
         grad_weights = tl.where(kept, grad_weights * factor, 0.0)
     grad_scores = weights * (grad_weights - delta[:, None])
+    if SCORE is not None:
+        found = PULL_BACK(
+            grad_scores, products, batch, head, q_index[:, None], key_index[None, :], given
+        )
+        grad_scores = tl.where(scores == float("-inf"), 0.0, found)
     return add_product(sums, grad_scores.to(k.dtype), k, WIDEN)
 
 
 @kernel
 def dq(
-    q, k, v, grad_out, lse, delta, grad_q, q_at, kv_at,
+    q, k, v, grad_out, lse, delta, grad_q, q_at, kv_at, given,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -101,7 +112,8 @@ def dq(
     has_former: tl.int32, sign: tl.float32, score_scale: tl.float32, scale: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    TMA: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
+    TMA: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr, SCORE: tl.constexpr,
+    PULL_BACK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one query tile, added to what is there if `has_former`."""
     program = tl.program_id(0)
@@ -139,6 +151,9 @@ def dq(
         row_hash, again = row_hashes(seed, batch + first_batch, head + first_head, q_positions)
         cols = tl.arange(0, BN)
         key_positions = kv_at + batch * kv_at_batch + cols
+    q_index = rows
+    if SCORE is not None:
+        q_index = read_index(given[0], first, rows_left, BM, True)
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
         row = tl.load(full_tile + at) * BN
@@ -150,13 +165,16 @@ def dq(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
             VALUE_DIM, False, UNIT, TMA,
         )  # fmt: skip
+        key_index = row
+        if SCORE is not None:
+            key_index = read_index(given[1], row, BN, BN, False)
         kept = True
         if DROPOUT:
             key_hash = key_hashes(seed, tl.load(key_positions + row))
             kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
         sums = dq_step(
             q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, True, kept,
-            factor, False, DROPOUT, WIDEN,
+            factor, batch, head, q_index, key_index, given, False, DROPOUT, WIDEN, SCORE, PULL_BACK,
         )  # fmt: skip
 
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
@@ -170,6 +188,9 @@ def dq(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
             VALUE_DIM, True, UNIT, TMA,
         )  # fmt: skip
+        key_index = row
+        if SCORE is not None:
+            key_index = read_index(given[1], row, kv_len - row, BN, True)
         kept = True
         if DROPOUT:
             positions = tl.load(key_positions + row, mask=cols < kv_len - row, other=0)
@@ -177,7 +198,7 @@ def dq(
             kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
         sums = dq_step(
             q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, sums, score_scale, allowed, kept,
-            factor, True, DROPOUT, WIDEN,
+            factor, batch, head, q_index, key_index, given, True, DROPOUT, WIDEN, SCORE, PULL_BACK,
         )  # fmt: skip
 
     base = tile_base(grad_q, batch, head, first, dq_batch, dq_head, dq_row, OUT_UNIT)
@@ -189,11 +210,15 @@ def dq(
 @triton.jit
 def dkdv_step(
     q, g, k, v, lse, delta, k_sums, v_sums, score_scale, allowed, kept, factor,
+    batch, head, q_index, key_index, given,
     MASKED: tl.constexpr, DK: tl.constexpr, DV_WANTED: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, SCORE: tl.constexpr, PULL_BACK: tl.constexpr,
 ):  # fmt: skip
     """Adds what one query tile gives to the gradients of the keys and values."""
-    scores = product(k, q.T, WIDEN)
+    products = product(k, q.T, WIDEN)
+    scores = products
+    if SCORE is not None:
+        scores = SCORE(products, batch, head, q_index[None, :], key_index[:, None], given)
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
     weights = tl.math.exp2(scores * score_scale - lse[None, :])
@@ -207,13 +232,18 @@ def dkdv_step(
         if DROPOUT:
             grad_weights = tl.where(kept, grad_weights * factor, 0.0)
         grad_scores = weights * (grad_weights - delta[None, :])
+        if SCORE is not None:
+            found = PULL_BACK(
+                grad_scores, products, batch, head, q_index[None, :], key_index[:, None], given
+            )
+            grad_scores = tl.where(scores == float("-inf"), 0.0, found)
         k_sums = add_product(k_sums, grad_scores.to(q.dtype), q, WIDEN)
     return k_sums, v_sums
 
 
 @kernel
 def dkdv(
-    q, k, v, grad_out, lse, delta, grad_k, grad_v, q_at, kv_at,
+    q, k, v, grad_out, lse, delta, grad_k, grad_v, q_at, kv_at, given,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -231,7 +261,7 @@ def dkdv(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
     DK: tl.constexpr, DV_WANTED: tl.constexpr, TMA: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, SCORE: tl.constexpr, PULL_BACK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one key tile, over the query tiles of all heads that share it.
 
@@ -268,6 +298,9 @@ def dkdv(
         )
         key_hash = key_hashes(seed, key_positions)
         q_positions = q_at + batch * q_at_batch + rows
+    key_index = rows
+    if SCORE is not None:
+        key_index = read_index(given[1], first, rows_left, BN, True)
 
     for member in tl.range(0, group):
         head = kv_head * group + member
@@ -288,6 +321,9 @@ def dkdv(
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, BM, BM)
             row_delta = tl.load(head_delta + row + rows)
+            q_index = row
+            if SCORE is not None:
+                q_index = read_index(given[0], row, BM, BM, False)
             kept = True
             if DROPOUT:
                 positions = tl.load(q_positions + row)
@@ -297,7 +333,8 @@ def dkdv(
                 kept = is_kept(row_hash[None, :], again[None, :], key_hash[:, None], threshold)
             k_sums, v_sums = dkdv_step(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
-                True, kept, factor, False, DK, DV_WANTED, DROPOUT, WIDEN,
+                True, kept, factor, batch, head, q_index, key_index, given, False, DK, DV_WANTED,
+                DROPOUT, WIDEN, SCORE, PULL_BACK,
             )  # fmt: skip
 
         for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
@@ -313,6 +350,9 @@ def dkdv(
             )  # fmt: skip
             row_lse = read_lse(head_lse + row, q_len - row, BM)
             row_delta = tl.load(head_delta + row + rows, mask=rows < q_len - row, other=0.0)
+            q_index = row
+            if SCORE is not None:
+                q_index = read_index(given[0], row, q_len - row, BM, True)
             kept = True
             if DROPOUT:
                 positions = tl.load(q_positions + row, mask=rows < q_len - row, other=0)
@@ -322,7 +362,8 @@ def dkdv(
                 kept = is_kept(row_hash[None, :], again[None, :], key_hash[:, None], threshold)
             k_sums, v_sums = dkdv_step(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, k_sums, v_sums, score_scale,
-                allowed, kept, factor, True, DK, DV_WANTED, DROPOUT, WIDEN,
+                allowed, kept, factor, batch, head, q_index, key_index, given, True, DK, DV_WANTED,
+                DROPOUT, WIDEN, SCORE, PULL_BACK,
             )  # fmt: skip
 
     if DK:

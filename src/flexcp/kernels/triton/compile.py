@@ -24,9 +24,11 @@ from flexcp.errors import FlexCPError
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.interface import Partial, causal_shapes
+from flexcp.kernels.score import ScoreFunction, examine
 from flexcp.kernels.triton import kernel as launches
 from flexcp.kernels.triton.available import kernels, refuses, require_triton
 from flexcp.kernels.triton.launch import Launch
+from flexcp.kernels.triton.scoring import ScoreArguments
 from flexcp.kernels.triton.tuning import LESS_SHARED, Tuning, tuning_for
 
 _TYPES = {
@@ -128,6 +130,7 @@ def machine_code(
     *,
     value_dim: int | None = None,
     dropout: Dropout | None = None,
+    score_mod: ScoreFunction | None = None,
 ) -> MachineCode:
     """One kernel, compiled in this process; values have the same head dim if none is given."""
     from triton import compile as triton_compile
@@ -141,7 +144,7 @@ def machine_code(
         if tuning is None
         else tuning
     )
-    launch = dict(_launches(head_dim, value_dim, dtype, tuning, dropout))[name]
+    launch = dict(_launches(head_dim, value_dim, dtype, tuning, dropout, score_mod))[name]
     forward, backward = kernels()
     function = getattr(forward if name == "forward" else backward, launch.kernel)
     signature, constants = _signature(function, launch)
@@ -162,48 +165,65 @@ def machine_code(
 
 
 def _launches(
-    dim: int, value_dim: int, dtype: torch.dtype, tuning: Tuning, dropout: Dropout | None
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    tuning: Tuning,
+    dropout: Dropout | None,
+    score_mod: ScoreFunction | None,
 ) -> Iterator[tuple[str, Launch]]:
     """The launches of a small call, by the names of the kernels."""
     q, v = (torch.zeros(1, 2, 128, d, dtype=dtype) for d in (dim, value_dim))
     dq, out = q.float(), v.float()
     lse = out[..., 0].contiguous()
     shapes = CompiledShapes(causal_shapes(128))
+    mod = None if score_mod is None else examine(score_mod, torch.float32, q.device)
+    score = ScoreArguments.of(mod, shapes, q.device, 1.0)
+    more = (dropout, score)
     yield (
         "forward",
         launches.forward_launch(
-            q, q, v, Partial(out, lse), shapes, 1.0, tuning.forward, False, dropout
+            q, q, v, Partial(out, lse), shapes, 1.0, tuning.forward, False, *more
         ),
     )
     yield "prep", launches.prep_launch(v, v, None, lse)
     given = (v, q, q, v, lse, lse)
-    yield "dq", launches.dq_launch(*given, dq, shapes, 1.0, tuning.dq, False, dropout)
+    yield "dq", launches.dq_launch(*given, dq, shapes, 1.0, tuning.dq, False, *more)
     apart = tuning.dv is not None
     for name, config, wanted in (
         ("dk" if apart else "dkdv", tuning.dkdv, {"DK": True, "DV_WANTED": not apart}),
         ("dv", tuning.dv, {"DK": False, "DV_WANTED": True}),
     ):
         if config is not None:
-            made = launches.dkdv_launch(*given, dq, out, shapes, 1.0, config, wanted, dropout)
+            made = launches.dkdv_launch(*given, dq, out, shapes, 1.0, config, wanted, *more)
             yield name, made
 
 
-def _signature(function: Any, launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
+def _signature(function: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
     """Types of the parameters, and the values of those that are constants."""
-    types: dict[str, str] = {}
+    types: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     for parameter in function.params:
         value = launch.arguments[parameter.name]
         if parameter.is_constexpr:
             types[parameter.name] = "constexpr"
             constants[parameter.name] = value
+        elif isinstance(value, tuple):
+            types[parameter.name] = tuple(map(_type_of, value))
         elif isinstance(value, Tensor):
-            types[parameter.name] = f"*{_TYPES[value.dtype]}"
+            types[parameter.name] = _type_of(value)
         elif hasattr(value, "block_shape"):
             types[parameter.name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>"
         else:
             types[parameter.name] = parameter.annotation_type
     return types, constants
+
+
+def _type_of(value: Tensor | int | float) -> str:
+    """The type of an argument that has no type of its own in the kernel."""
+    if isinstance(value, Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 def _read_nvidia(compiled: Any) -> tuple[str, int, int]:

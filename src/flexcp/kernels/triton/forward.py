@@ -16,6 +16,7 @@ from flexcp.kernels.triton.tile_steps import (
     read,
     read_bits,
     read_former,
+    read_index,
     read_listed,
     row_hashes,
     tile_base,
@@ -49,7 +50,7 @@ def softmax_step(
 
 @kernel
 def forward(
-    q, k, v, out, lse, q_at, kv_at,
+    q, k, v, out, lse, q_at, kv_at, given,
     plane_of, order, full_start, full_tile, partial_start, partial_tile, partial_pattern, patterns,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -63,13 +64,14 @@ def forward(
     has_former: tl.int32, sign: tl.float32, score_scale: tl.float32,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    TMA: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr,
+    TMA: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """Out and lse of one query tile, merged with what is there if `has_former`.
 
     `sign` is that of the scale and is folded into q, so that `score_scale` (times log2 e) is
     positive and the largest score stays the largest. With DROPOUT, sums are kept without `factor`,
-    by which weights that are not dropped grow.
+    by which weights that are not dropped grow. SCORE is a function on the scores or None; it scales
+    them itself, by what is in `given`.
     """
     program = tl.program_id(0)
     batch = (program // tiles // heads).to(tl.int64)
@@ -105,6 +107,8 @@ def forward(
         row_hash, again = row_hashes(seed, batch + first_batch, head + first_head, q_positions)
         cols = tl.arange(0, BN)
         key_positions = kv_at + batch * kv_at_batch + cols
+    if SCORE is not None:
+        q_index = read_index(given[0], first, rows_left, BM, True)[:, None]
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
         row = tl.load(full_tile + at) * BN
@@ -117,6 +121,9 @@ def forward(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
             VALUE_DIM, False, UNIT, TMA,
         )  # fmt: skip
+        if SCORE is not None:
+            key_index = read_index(given[1], row, BN, BN, False)[None, :]
+            scores = SCORE(scores, batch, head, q_index, key_index, given)
         kept = True
         if DROPOUT:
             key_hash = key_hashes(seed, tl.load(key_positions + row))
@@ -137,6 +144,9 @@ def forward(
             v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
             VALUE_DIM, True, UNIT, TMA,
         )  # fmt: skip
+        if SCORE is not None:
+            key_index = read_index(given[1], row, kv_len - row, BN, True)[None, :]
+            scores = SCORE(scores, batch, head, q_index, key_index, given)
         kept = True
         if DROPOUT:
             positions = tl.load(key_positions + row, mask=cols < kv_len - row, other=0)

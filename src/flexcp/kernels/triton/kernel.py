@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.triton.available import kernels
+from flexcp.kernels.triton.captured_sums import captured_gradients
 from flexcp.kernels.triton.launch import (
     Launch,
     described,
@@ -20,11 +21,12 @@ from flexcp.kernels.triton.launch import (
     padded,
     readable,
     row_strides,
-    score_arguments,
+    scale_arguments,
     strides,
     unit_of,
     widens,
 )
+from flexcp.kernels.triton.scoring import ScoreArguments, score_constants
 from flexcp.kernels.triton.tuning import TileConfig, Tuning
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ class TritonKernel:
         dropout: Dropout | None = None,
     ) -> Partial:
         """The partial result over the pairs of `compiled`, merged into `former` if given."""
-        assert score_mod is None
         assert not max_scores
         if former is None:
             out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
@@ -74,6 +75,7 @@ class TritonKernel:
             self.tuning.forward,
             former is not None,
             dropout,
+            ScoreArguments.of(score_mod, compiled, q.device, scale),
         )
         launch.run(kernels()[0].forward)
         return former_or_new
@@ -103,7 +105,7 @@ class TritonKernel:
         dropout: Dropout | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
-        assert score_mod is None
+        score = ScoreArguments.of(score_mod, compiled, q.device, scale)
         if delta is None:
             delta = self.delta(grad_out, out, grad_lse)
         function = kernels()[1]
@@ -112,14 +114,20 @@ class TritonKernel:
             found_q = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         given = (grad_out, q, k, v, lse, delta)
         dq = dq_launch(
-            *given, found_q, compiled, scale, self.tuning.dq, grad_q is not None, dropout
+            *given, found_q, compiled, scale, self.tuning.dq, grad_q is not None, dropout, score
         )
         dq.run(function.dq)
         found_k, found_v = _side_by_side(k, v) if grad_kv is None else grad_kv
         for config, wanted in self._key_launches():
-            launch = dkdv_launch(*given, found_k, found_v, compiled, scale, config, wanted, dropout)
+            launch = dkdv_launch(
+                *given, found_k, found_v, compiled, scale, config, wanted, dropout, score
+            )
             launch.run(function.dkdv)
-        return PartialGradients(found_q, found_k, found_v)
+        captured: tuple[Tensor, ...] = ()
+        if score_mod is not None and score is not None and score_mod.captured:
+            lookups = lookup_launch(*given, compiled, scale, self.tuning.dq, dropout, score)
+            captured = captured_gradients(score_mod, score, lookups, k.shape[2])
+        return PartialGradients(found_q, found_k, found_v, captured)
 
     def _key_launches(self) -> tuple[tuple[TileConfig, Mapping[str, bool]], ...]:
         if self.tuning.dv is None:
@@ -148,6 +156,7 @@ def forward_launch(
     config: TileConfig,
     has_former: bool,
     dropout: Dropout | None = None,
+    score: ScoreArguments | None = None,
 ) -> Launch:
     """The launch that writes `result`."""
     q, k, v = (readable(x, max(config.rows, config.cols)) for x in (q, k, v))
@@ -156,7 +165,7 @@ def forward_launch(
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": result.out, "lse": result.lse,
         **mask_arguments(lists), **dropout_arguments(dropout, compiled, lists, q.device),
-        **score_arguments(scale),
+        **scale_arguments(scale, scored=score is not None), **score_constants(score, "SCORE"),
         **strides("q", q, unit), **strides("k", k, unit), **strides("v", v, unit),
         **strides("out", result.out, out_unit), **row_strides("lse", result.lse),
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
@@ -198,6 +207,7 @@ def dq_launch(
     config: TileConfig,
     has_former: bool,
     dropout: Dropout | None = None,
+    score: ScoreArguments | None = None,
 ) -> Launch:
     """The launch that writes or adds to `grad_q`."""
     lse, delta = _in_rows(lse), _in_rows(delta)
@@ -209,7 +219,8 @@ def dq_launch(
         **_backward_inputs(grad_out, q, k, v, lse, delta, unit),
         "grad_q": grad_q, **strides("dq", grad_q, out_unit),
         **mask_arguments(lists), **dropout_arguments(dropout, compiled, lists, q.device),
-        **score_arguments(scale), "scale": scale,
+        **scale_arguments(scale, scored=score is not None), "scale": scale,
+        **score_constants(score, "SCORE", "PULL_BACK"),
         **_sizes(q, k), "heads": q.shape[1], "has_former": int(has_former),
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
     }  # fmt: skip
@@ -231,6 +242,7 @@ def dkdv_launch(
     config: TileConfig,
     wanted: Mapping[str, bool],
     dropout: Dropout | None = None,
+    score: ScoreArguments | None = None,
 ) -> Launch:
     """The launch that writes `grad_k`, `grad_v` or both, as `wanted` says."""
     lse, delta = _in_rows(lse), _in_rows(delta)
@@ -243,13 +255,45 @@ def dkdv_launch(
         "grad_k": grad_k, **strides("dk", grad_k, out_unit),
         "grad_v": grad_v, **strides("dv", grad_v, out_unit),
         **mask_arguments(lists), **dropout_arguments(dropout, compiled, lists, q.device),
-        **score_arguments(scale), "scale": scale,
+        **scale_arguments(scale, scored=score is not None), "scale": scale,
+        **score_constants(score, "SCORE", "PULL_BACK"),
         **_sizes(q, k), "kv_heads": k.shape[1],
         **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, out_unit, q.dtype),
         **wanted,
     }  # fmt: skip
     arguments |= described(arguments, ("q", "grad_out"), config.rows, unit, config)
     return Launch("dkdv", lists.lines * k.shape[0] * k.shape[1], arguments, config)
+
+
+def lookup_launch(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    compiled: CompiledShapes,
+    scale: float,
+    config: TileConfig,
+    dropout: Dropout | None,
+    score: ScoreArguments,
+) -> Launch:
+    """The launch that writes gradients of what a score function reads; see `captured_sums.py`."""
+    lse, delta = _in_rows(lse), _in_rows(delta)
+    most = max(config.rows, config.cols)
+    grad_out, q, k, v = (readable(x, most) for x in (grad_out, q, k, v))
+    lists = compiled.tile_lists(config.rows, config.cols, "query", q.device)
+    unit = unit_of(q, k, v, grad_out)
+    arguments: dict[str, Any] = {
+        **_backward_inputs(grad_out, q, k, v, lse, delta, unit),
+        **mask_arguments(lists), **dropout_arguments(dropout, compiled, lists, q.device),
+        **scale_arguments(scale, scored=True), **score_constants(score, "SCORE"),
+        **_sizes(q, k), "heads": q.shape[1],
+        **dim_constants(q.shape[3], v.shape[3]), **_constants(config, unit, unit, q.dtype),
+    }  # fmt: skip
+    del arguments["OUT_UNIT"]
+    arguments |= described(arguments, ("k", "v"), config.cols, unit, config)
+    return Launch("lookup_gradients", lists.lines * q.shape[0] * q.shape[1], arguments, config)
 
 
 def _backward_inputs(

@@ -40,7 +40,8 @@ class Launch:
 
     def run(self, function: Any) -> None:
         """Runs the kernel, unless there is nothing to do or the tensors have no numbers."""
-        tensors = [x for x in self.arguments.values() if isinstance(x, Tensor)]
+        given = (*self.arguments.values(), *self.arguments.get("given", ()))
+        tensors = [x for x in given if isinstance(x, Tensor)]
         if self.programs == 0 or any(map(has_no_numbers, tensors)):
             return
         if self.programs > _MOST_PROGRAMS:
@@ -124,8 +125,13 @@ def mask_arguments(lists: TileLists) -> dict[str, Any]:
     }
 
 
-def score_arguments(scale: float) -> dict[str, float]:
-    """The scale: its sign, folded into q or k, and what is left, for exponentials of base 2."""
+def scale_arguments(scale: float, *, scored: bool) -> dict[str, float]:
+    """The scale: its sign, folded into q or k, and what is left, for exponentials of base 2.
+
+    A score function scales by itself.
+    """
+    if scored:
+        return {"sign": 1.0, "score_scale": _LOG2_E}
     if scale == 0.0:  # then q is 0, and masked scores stay -inf
         return {"sign": 0.0, "score_scale": _LOG2_E}
     return {"sign": copysign(1.0, scale), "score_scale": abs(scale) * _LOG2_E}

@@ -95,6 +95,15 @@ def read_former(base, offsets, rows_left, has_former, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def read_index(positions, first, rows_left, ROWS: tl.constexpr, BOUNDED: tl.constexpr):
+    """[ROWS] The global positions of some rows in 32 bits; 0 beyond the last if BOUNDED."""
+    rows = tl.arange(0, ROWS)
+    if BOUNDED:
+        return tl.load(positions + first + rows, mask=rows < rows_left, other=0).to(tl.int32)
+    return tl.load(positions + first + rows).to(tl.int32)
+
+
+@triton.jit
 def read_bits(patterns, pattern, ROWS: tl.constexpr, COLS: tl.constexpr):
     """[ROWS, COLS] Which pairs of a tile attend: a 32-bit word of each row per 32 columns."""
     WORDS: tl.constexpr = (COLS + 31) // 32

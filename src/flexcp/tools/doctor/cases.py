@@ -103,7 +103,7 @@ def refusal(kernel: str, case: AttentionCase, given: Inputs) -> str | None:
         choose(
             given.q,
             given.v,
-            score_mod=case.score_mod is not None,
+            score_mod=case.score_mod,
             is_one_rectangle=case.mask is None,
             kernel=kernel,
             dropout=case.dropout_p > 0,

@@ -293,7 +293,7 @@ def _remember(case: AttentionCase, timed: Iterable[Timed], given: Inputs, timing
     else:  # a kind with several cases: whoever computes all of them
         timings.seconds[case.kind] = {n: before[n] + right[n] for n in before if n in right}
     by_rules = choose(
-        given.q, given.v, score_mod=case.score_mod is not None, is_one_rectangle=case.mask is None
+        given.q, given.v, score_mod=case.score_mod, is_one_rectangle=case.mask is None
     )
     has_varlen = by_rules.varlen is not None and "varlen" in right
     timings.defaults[case.kind] = "varlen" if has_varlen else by_rules.kernel

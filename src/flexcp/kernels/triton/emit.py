@@ -1,0 +1,318 @@
+"""The emitter: from the graph of a score function to Triton source, for its value and gradients.
+
+The source has a function `score` of (s, b, h, q, k, given) that gives the score to use, `pull_back`
+that gives the gradient of s from that of the result, and for each number that is read from a tensor
+with a gradient a `pull_0`, `pull_1`, ... that gives the number's gradient, and an `element_0`, ...
+that says which element of the tensor it is; one past the last for none.
+s is a tile of products of queries and keys; b and h are numbers, q and k a row and a column of
+positions, or a column and a row. `given` is a tuple that a kernel passes on: see `launch.py`.
+
+Sizes, strides and contents of tensors are no part of the source, so that one compilation serves
+all. An index outside of its tensor makes the score NaN, and reads nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from flexcp.kernels.merge import accumulation_dtype
+from flexcp.kernels.score import ScoreLike, ScoreMod, examine
+from flexcp.kernels.score_graph import SCORE_INPUTS, ScoreGraph
+from flexcp.kernels.triton.derivatives import pulled_back
+from flexcp.kernels.triton.pointwise import ScoreStep, write
+from flexcp.kernels.triton.terms import (
+    LARGEST_POSITION,
+    Term,
+    UnknownStepError,
+    kind_of,
+    looked_up,
+    number,
+)
+from flexcp.masks.graph import Node, Ref
+
+FIRST_OPERAND = 5
+"""Where the tensors begin in `given`: after positions of queries and keys, the first batch element
+and head, and the scale."""
+
+_HEADER = """\
+import triton
+import triton.language as tl
+from flexcp.kernels.triton.score_steps import (
+    counted_from_end, floor_divided, log1p, remainder, sigmoid, sign, tanh, truncated,
+)
+"""
+_ARGUMENTS = "s, b, h, q, k, given"
+_BEGIN = (
+    "s = s * given[4]",
+    "b = (b + given[2]).to(tl.int32)",
+    "h = (h + given[3]).to(tl.int32)",
+)
+_OTHER_NAMES = {"__rshift__": "bitwise_right_shift"}
+_NAMES = re.compile(r"[a-z]\w*")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A number that is read from a tensor with a gradient."""
+
+    operand: int
+    """Which of the tensors."""
+    number: int
+    """`pull_<number>` gives its gradient, `element_<number>` says which element it is."""
+    reads: frozenset[str]
+    """Which of b, h, q and kv say which element it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class EmittedScore:
+    """A score function as Triton source."""
+
+    source: str
+    operands: tuple[Tensor, ...]
+    """The tensors that it reads, in the order of `given`: each with its strides and sizes."""
+    lookups: tuple[Lookup, ...]
+    """What has a gradient."""
+
+
+_emitted: WeakKeyDictionary[ScoreGraph, EmittedScore | str] = WeakKeyDictionary()
+
+
+def emitted(mod: ScoreMod) -> EmittedScore | str:
+    """A score function in Triton; or, in words, what about it can't be written so.
+
+    >>> from flexcp.kernels.score import examine
+    >>> given = torch.float32, torch.device("cpu")
+    >>> capped = emitted(examine(lambda s, b, h, q, k: 20 * torch.tanh(s / 20), *given))
+    >>> "tanh" in capped.source
+    True
+    >>> emitted(examine(lambda s, b, h, q, k: torch.special.i0(s), *given))
+    "the operation 'i0'"
+    """
+    if mod.graph is None:
+        return "steps that do not act on each score alone"
+    found = _emitted.get(mod.graph)
+    if found is None:
+        try:
+            found = _Emitter(mod.graph).emit()
+        except UnknownStepError as unknown:
+            found = str(unknown)
+        _emitted[mod.graph] = found
+    return found
+
+
+def unknown_step(score_mod: ScoreLike, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What of a score function can't be written in Triton; None if all of it can.
+
+    `dtype` and `device` are those of the queries.
+    """
+    if score_mod is None or score_mod is False:
+        return None
+    if score_mod is True:
+        return "steps that were not looked at"
+    if not isinstance(score_mod, ScoreMod):
+        try:
+            score_mod = examine(score_mod, accumulation_dtype(dtype), device)
+        except Exception as error:  # whatever it does, it can't be written out
+            return f"a step that fails ({type(error).__name__}: {error})"
+    found = emitted(score_mod)
+    return found if isinstance(found, str) else None
+
+
+@dataclass
+class _Emitter:
+    """Writes a graph out, node by node."""
+
+    graph: ScoreGraph
+    lines: list[str] = field(default_factory=list)
+    terms: dict[int, Term] = field(default_factory=dict)
+    steps: dict[int, ScoreStep] = field(default_factory=dict)
+    operands: list[Tensor] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    """Where a tensor's pointer is in `given`, by its id."""
+    inside: dict[int, str] = field(default_factory=dict)
+    """Whether the indices of a lookup are inside of its tensor."""
+    flat: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Of each number that has a gradient: which element of which operand it is."""
+    refs: dict[int, list[int | None]] = field(default_factory=dict)
+    """Which node each operand of a step is, if it is one."""
+
+    def emit(self) -> EmittedScore:
+        """The source, with what a kernel passes to it."""
+        self._refuse_aliases()
+        for index in self.graph.needed():
+            self._add(index, self.graph.nodes[index])
+        result = self.terms[self.graph.output]
+        value = result.as_float
+        if "score" not in self.graph.nodes[self.graph.output].reads:
+            value = f"({value} + tl.zeros_like(s))"
+        if self.inside:
+            value = f'tl.where({" & ".join(self.inside.values())}, {value}, float("nan"))'
+        parts = [_HEADER, self._function("score", _ARGUMENTS, [], value)]
+        lines, of_score = self._gradient(0)
+        found = "tl.zeros_like(g)" if of_score is None else f"g * {of_score}"
+        parts.append(self._function("pull_back", f"g, {_ARGUMENTS}", lines, found))
+        lookups: list[Lookup] = []
+        for index, (element, operand) in self.flat.items():
+            lines, of_number = self._gradient(index)
+            if of_number is None:
+                continue
+            number_of = len(lookups)
+            if "score" in self.graph.nodes[index].reads:
+                raise UnknownStepError("a gradient for a tensor that is looked up by a score")
+            if index in self.inside:
+                nowhere = f"given[{self._place(self.operands[operand]) + 1}]"
+                element = f"tl.where({self.inside[index]}, {element}, {nowhere})"
+            pull, places = f"pull_{number_of}", f"element_{number_of}"
+            parts.append(self._function(pull, f"g, {_ARGUMENTS}", lines, f"g * {of_number}"))
+            parts.append(self._function(places, _ARGUMENTS.removeprefix("s, "), [], element))
+            lookups.append(Lookup(operand, number_of, self.graph.nodes[index].reads))
+        return EmittedScore("\n\n".join(parts), tuple(self.operands), tuple(lookups))
+
+    def _function(self, name: str, arguments: str, lines: list[str], result: str) -> str:
+        used, kept = set(_NAMES.findall(result)), [f"return {result}"]
+        for line in reversed([*_BEGIN, *self.lines, *lines]):
+            target, _, text = line.partition(" = ")
+            if target in used:
+                used.update(_NAMES.findall(text))
+                kept.append(line)
+        body = "".join(f"    {line}\n" for line in reversed(kept))
+        return f"@triton.jit\ndef {name}({arguments}):\n{body}"
+
+    def _add(self, index: int, node: Node) -> None:
+        """Writes a node out."""
+        if node.value is not None:
+            self._add_constant(index, node)
+            return
+        if node.op is None:
+            name = dict(zip(SCORE_INPUTS, "sbhqk", strict=True))[SCORE_INPUTS[index]]
+            term = Term(name, "int", 0, LARGEST_POSITION) if index else Term(name, "float")
+            self.terms[index] = term
+            return
+        if node.name == "index":
+            self._add_lookup(index, node)
+            return
+        operands = [self._operand(x) for x in node.args]
+        options = {name: self._operand(x) for name, x in node.kwargs.items()}
+        name = _OTHER_NAMES.get(node.name) or node.name.rstrip("_")  # x.add_(1) is x + 1
+        self.steps[index] = ScoreStep(name, operands, options, node.dtype)
+        self.refs[index] = [x.node if isinstance(x, Ref) else None for x in node.args]
+        self._define(index, write(self.steps[index]))
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            if value.node not in self.terms:
+                shape = self.graph.nodes[value.node].shape
+                raise UnknownStepError(f"a tensor of shape {tuple(shape)} that is not looked up")
+            return self.terms[value.node]
+        is_number = isinstance(value, (bool, int, float))
+        return number(value) if is_number else value
+
+    def _define(self, index: int, term: Term) -> None:
+        """Gives a term a name, so that it is computed once."""
+        if not term.is_literal and not term.text.isidentifier():
+            self.lines.append(f"x{index} = {term.text}")
+            term = Term(f"x{index}", term.kind, term.low, term.high)
+        self.terms[index] = term
+
+    def _add_constant(self, index: int, node: Node) -> None:
+        """A number that the function captures; tensors with more are for lookups."""
+        value = node.value
+        assert value is not None
+        literal = {"scalar_tensor": 0, "full": 1}.get(node.name)
+        if literal is not None and isinstance(node.args[literal], (bool, int, float)):
+            self.terms[index] = number(node.args[literal], kind_of(value.dtype))
+        elif value.numel() == 1:
+            place = self._place(value)
+            self._define(index, looked_up(f"tl.load(given[{place}])", value.dtype))
+            if value.requires_grad:
+                self.flat[index] = ("0", self._number_of(value))
+
+    def _add_lookup(self, index: int, node: Node) -> None:
+        table = self.graph.nodes[node.args[0].node].value
+        if table is None:
+            raise UnknownStepError("a lookup in a tensor that depends on the score")
+        place = self._place(table)
+        address, element, tests = f"given[{place}]", "", []
+        for dim, ref in enumerate(node.args[1]):
+            if self.graph.nodes[ref.node].dtype == torch.uint8:
+                raise UnknownStepError("a lookup by an index of type torch.uint8")
+            stride, size = (f"given[{place + 2 + 2 * dim + i}]" for i in range(2))
+            term = self._operand(ref).as_whole
+            at = f"i{index}_{dim}"
+            text = f"({term.widened()} + 0)" if term.is_literal else term.widened()
+            if term.low < 0:
+                text = f"counted_from_end({text}, {size})"
+                tests.append(f"({at} >= 0)")
+            self.lines.append(f"{at} = {text}")
+            tests.append(f"({at} < {size})")
+            address += f" + {at} * {stride}"
+            element = f"({element} * {size} + {at})" if element else at
+        self.inside[index] = f"in{index}"
+        # Triton's interpreter makes a truth value for a tile and a number other than for tiles.
+        test = tests[0] if len(tests) == 1 else f"({' & '.join(tests)}) != 0"
+        self.lines.append(f"in{index} = {test}")
+        read = f"tl.load({address}, mask=in{index}, other=0)"
+        self._define(index, looked_up(read, table.dtype))
+        if table.requires_grad:
+            self.flat[index] = (element, self._number_of(table))
+
+    def _place(self, tensor: Tensor) -> int:
+        """Where a tensor is in `given`: its pointer, how many elements, strides and sizes."""
+        if id(tensor) not in self.places:
+            _require_readable(tensor)
+            taken = sum(2 + 2 * x.dim() for x in self.operands)
+            self.places[id(tensor)] = FIRST_OPERAND + taken
+            self.operands.append(tensor)
+        return self.places[id(tensor)]
+
+    def _number_of(self, tensor: Tensor) -> int:
+        return next(i for i, x in enumerate(self.operands) if x is tensor)
+
+    def _refuse_aliases(self) -> None:
+        """What is changed in place must have but one name."""
+        nodes = [node for node in self.graph.nodes if node.op is not None]
+        changes = (isinstance(x.op, OpOverload) and x.op._schema.is_mutable for x in nodes)
+        if any(changes) and any(node.name in ("alias", "detach", "lift_fresh") for node in nodes):
+            raise UnknownStepError("a change in place of what may have a second name")
+
+    def _gradient(self, leaf: int) -> tuple[list[str], str | None]:
+        """Source for the derivative of the result by a node, and the lines that lead to it."""
+        order = self.graph.needed()
+        active = {leaf}
+        for index in order:
+            known = (x for x in self.refs.get(index, ()) if x in active)
+            if any(True for _ in known) and self.terms[index].kind == "float":
+                active.add(index)
+        lines: list[str] = []
+        gradients: dict[int, list[str]] = {self.graph.output: ["1.0"]}
+        for index in reversed(order):
+            if index not in active or index not in gradients:
+                continue
+            total = " + ".join(gradients[index])
+            if index == leaf:
+                return lines, f"({total})"
+            if total != "1.0" and not total.isidentifier():
+                lines.append(f"d{index} = {total}")
+                total = f"d{index}"
+            found = pulled_back(self.steps[index], self.terms[index].text, total)
+            for operand, gradient in zip(self.refs[index], found, strict=True):
+                if operand in active and gradient is not None:
+                    gradients.setdefault(operand, []).append(gradient)
+        return lines, None
+
+
+def _require_readable(tensor: Tensor) -> None:
+    """Raises unless a kernel can read a tensor by its address."""
+    kind_of(tensor.dtype)
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) or type(tensor).__name__ == "FakeTensor"
+    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise UnknownStepError(f"a captured tensor of type {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnknownStepError("a captured tensor that is sparse or quantized")
