@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexcp.kernels.strips import deterministic_sums
 from flexcp.kernels.triton.available import captured_kernel
-from flexcp.kernels.triton.launch import Launch
+from flexcp.kernels.triton.launch import Launch, has_no_numbers
 
 if TYPE_CHECKING:
     from flexcp.kernels.score import ScoreMod
@@ -43,9 +43,12 @@ def parts_of(programs: int, rows: int, cols: int, keys: int, by_row: bool) -> It
 
     >>> [(p.first_program, p.programs, p.width) for p in parts_of(3, 64, 64, 1 << 16, False)]
     [(0, 2, 65536), (2, 1, 65536)]
+    >>> list(parts_of(3, 64, 64, 0, False))
+    []
     """
-    if by_row:
-        yield Part(0, programs, 0, 0)
+    if by_row or not keys:
+        if programs and keys:
+            yield Part(0, programs, 0, 0)
         return
     width = min(keys, max(cols, MOST_PAIRS // rows // cols * cols))
     step = max(1, MOST_PAIRS // (rows * width))
@@ -68,7 +71,7 @@ def captured_gradients(
         )
         for lookup in emitted.lookups
     }
-    for lookup in emitted.lookups:
+    for lookup in () if has_no_numbers(score.given[0]) else emitted.lookups:
         for values, elements in _written(score, lookup, launch, keys):
             add_in_order(totals[lookup.operand], values, elements)
     operands = [emitted.operands[i] for i in totals]

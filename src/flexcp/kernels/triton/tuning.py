@@ -214,7 +214,7 @@ def tuning_for(
             found = _WITH_LESS_SHARED.get((kind, size), found)
         if dropout:
             found = replace(found, **_WITH_DROPOUT.get((known, kind, size), {}))
-        if scored:
+        if scored and arch not in LESS_SHARED:
             found = replace(found, **_SCORED.get((known, kind, size), {}))
     found = replace(found, arch=known)
     if wishes:
