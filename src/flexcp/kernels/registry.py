@@ -159,8 +159,8 @@ def choose(
         why_not = _why_not_triton(q, v, score_mod if has_score else None, max_scores)
         if why_not is None:
             what = "a score_mod written out in Triton" if has_score else "a mask as data"
-            why = (f"CUDA tensors, and {what}",)
-            found = _triton(q, v, "", why, dropout=dropout, scored=has_score)
+            reason = f"CUDA tensors, and {what}"
+            found = _triton(q, v, "", (reason,), dropout=dropout, scored=has_score)
             return found if dropout or has_score else _with_varlen(q, v, found)
         asked = (why_not,)
     if kernel == "flex" or (on_gpu and not partial and not dropout):

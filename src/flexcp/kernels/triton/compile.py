@@ -141,8 +141,8 @@ def machine_code(
     _require_known(arch)
     value_dim = value_dim or head_dim
     if tuning is None:
-        needs = {"dropout": dropout is not None, "scored": score_mod is not None}
-        tuning = tuning_for(arch, head_dim, value_dim, dtype, **needs)[0]
+        drops, scored = dropout is not None, score_mod is not None
+        tuning, _ = tuning_for(arch, head_dim, value_dim, dtype, dropout=drops, scored=scored)
     launch = dict(_launches(head_dim, value_dim, dtype, tuning, dropout, score_mod))[name]
     forward, backward = kernels()
     captured = {"lookup_gradients": captured_kernel()}
