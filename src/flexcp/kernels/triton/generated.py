@@ -30,5 +30,5 @@ def _defined(source: str) -> Mapping[str, Any]:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space: dict[str, Any] = {"__name__": f"flexcp_score_{digest}"}
     exec(compile(source, name, "exec"), space)
-    weakref.finalize(space["score"], linecache.cache.pop, name, None).atexit = False
+    weakref.finalize(space["score"], linecache.cache.pop, name, None)
     return space
