@@ -19,7 +19,9 @@ from flexcp.tools.cli.options import (
     Dtype,
     Json,
     KvHeads,
+    LayoutName,
     Mesh,
+    ScheduleName,
     Tokens,
     require_groups,
     unset,
@@ -28,6 +30,16 @@ from flexcp.tools.cli.options import (
 if TYPE_CHECKING:
     from flexcp.plan import Machine, Plan
     from flexcp.tools.report import Strategy
+
+
+def _machine_names() -> list[str]:
+    return ["a100", "h100", "h200", "b200", "mi300x", "h100-nvlink", "pcie", "cpu-gloo", "measure"]
+
+
+def _model_names() -> list[str]:
+    from flexcp.tools.cli.model_shapes import MODELS
+
+    return list(MODELS)
 
 
 def plan(
@@ -42,14 +54,15 @@ def plan(
             "NAME|CONFIG",
             "A model whose heads, head dimension and windows are planned for: llama-3-70b, "
             "qwen3-32b, gemma-3-27b, ..., or a Transformers config.json or its folder.",
+            autocompletion=_model_names,
         ),
     ] = None,
     heads: Annotated[
-        int | None, unset(None, "Query heads; 32 unless --model says otherwise.", min=1)
+        int | None, unset("N", "Query heads; 32 unless --model says otherwise.", min=1)
     ] = None,
     kv_heads: KvHeads = None,
     head_dim: Annotated[
-        int | None, unset(None, "Elements of a head; 128 unless --model says otherwise.", min=1)
+        int | None, unset("N", "Elements of a head; 128 unless --model says otherwise.", min=1)
     ] = None,
     dtype: Dtype = "bfloat16",
     batch: Batch = 1,
@@ -70,19 +83,15 @@ def plan(
             "and the like (one node), pcie, cpu-gloo; a file that `flexcp doctor` has written; or "
             "measure for this computer.",
             metavar="NAME|FILE",
+            autocompletion=_machine_names,
         ),
     ] = "h100-ib",
     gpus_per_node: Annotated[
         int | None,
-        unset(None, "Consecutive ranks with the fast link; the machine's own if not given.", min=1),
+        unset("N", "Consecutive ranks with the fast link; the machine's own if not given.", min=1),
     ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="auto, contiguous, head_tail, striped, per_document, ptrr or balanced."),
-    ] = "auto",
-    schedule: Annotated[
-        str, typer.Option(help="auto, exchange, ring, allgather, ulysses or hybrid.")
-    ] = "auto",
+    layout: LayoutName = "auto",
+    schedule: ScheduleName = "auto",
     check: Annotated[
         bool,
         typer.Option(
@@ -125,7 +134,7 @@ def plan(
     require_ending(html, ".html", ".htm")
     require_ending(svg, ".svg")
     require_groups(schedule, ranks)
-    asked = _Asked(mask, named or [], tokens, ranks, heads, kv_heads, head_dim, dtype, batch,
+    asked = _PlanRequest(mask, named or [], tokens, ranks, heads, kv_heads, head_dim, dtype, batch,
                    block_size, machine, gpus_per_node, layout, schedule)  # fmt: skip
     with progress("reading the mask") as say:
         made = _loaded(load, asked) if load is not None else _planned(asked, model, say)
@@ -162,7 +171,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PlanRequest:
     """The options that say what to plan."""
 
     mask: str | None
@@ -182,7 +191,7 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _PlanOfRequest:
     """A plan with what is said about it."""
 
     plan: Plan
@@ -194,7 +203,7 @@ class _Made:
     """Python that gives this plan."""
 
 
-def _planned(asked: _Asked, model: str | None, say: Callable[[str], None]) -> _Made:
+def _planned(asked: _PlanRequest, model: str | None, say: Callable[[str], None]) -> _PlanOfRequest:
     """Makes the plan that was asked for."""
     from flexcp.plan import Ranks
     from flexcp.plan.make import require_names
@@ -236,10 +245,10 @@ def _planned(asked: _Asked, model: str | None, say: Callable[[str], None]) -> _M
     title = mask if mask is not None else ", ".join(named)
     if shape is not None:
         title = f"{shape.name}: {title}"
-    return _Made(made, title, (*notes, *more), 1 if shape is None else shape.layers, code)
+    return _PlanOfRequest(made, title, (*notes, *more), 1 if shape is None else shape.layers, code)
 
 
-def _loaded(path: Path, asked: _Asked) -> _Made:
+def _loaded(path: Path, asked: _PlanRequest) -> _PlanOfRequest:
     """The plan of a file."""
     from flexcp.plan import load_plan
 
@@ -250,7 +259,7 @@ def _loaded(path: Path, asked: _Asked) -> _Made:
     made = load_plan(path)
     title = ", ".join(f"{n}={g.mask.name}" if n else g.mask.name for n, g in made.grids.items())
     code = f"import flexcp\n\nplan = flexcp.load_plan({str(path)!r})  # then plan.on(mesh)"
-    return _Made(made, title, (), 1, code)
+    return _PlanOfRequest(made, title, (), 1, code)
 
 
 def _save(found: list[Strategy], path: Path) -> None:
@@ -284,7 +293,7 @@ def _write_svg(found: list[Strategy], path: Path, title: str) -> None:
     save_figure(found[0].plan, path, title=title)
 
 
-def _summary(found: list[Strategy], made: _Made, notes: tuple[str, ...]) -> dict[str, Any]:
+def _summary(found: list[Strategy], made: _PlanOfRequest, notes: tuple[str, ...]) -> dict[str, Any]:
     """What a program would ask for; `--save` has every transfer."""
     from flexcp.tools.report.reasons import bytes_by_node, exposed_seconds, memory_parts, reasons
 

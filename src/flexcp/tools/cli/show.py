@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.errors import FlexCPError
-from flexcp.tools.cli.options import Batch, Debug, Heads, Json, MaskText, Tokens, size_of_option
+from flexcp.tools.cli.options import (
+    Batch,
+    Debug,
+    Heads,
+    Json,
+    LayoutName,
+    MaskText,
+    ScheduleName,
+    Tokens,
+    size_of_option,
+)
 
 if TYPE_CHECKING:
     from flexcp.grid import BlockGrid
@@ -29,13 +39,8 @@ def show(
         int | None,
         typer.Option(min=1, help="Colour each tile by the rank that computes it, among so many."),
     ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="auto, contiguous, head_tail, striped, per_document, ptrr or balanced."),
-    ] = "auto",
-    schedule: Annotated[
-        str, typer.Option(help="auto, exchange, ring, allgather or ulysses.")
-    ] = "exchange",
+    layout: LayoutName = "auto",
+    schedule: ScheduleName = "exchange",
     heads: Heads = 1,
     batch: Batch = 1,
     head: Annotated[int, typer.Option(min=0, help="Which head to show.")] = 0,
