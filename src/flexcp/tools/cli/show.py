@@ -94,7 +94,7 @@ def show(
     if as_json:
         print_json(_summary(mask, grid, plan))
     if out is not None:
-        _write(wish.picture(size or 512, size or 512), out)
+        _write(wish, size or 512, out)
         note(f"written: {out}")
     elif not as_json:
         _print(wish, size)
@@ -122,15 +122,19 @@ class _Wish:
         )
 
 
-def _write(picture: Picture, out: Path) -> None:
+def _write(wish: _Wish, size: int, out: Path) -> None:
     from flexcp.tools.cli.files import writing
+    from flexcp.tools.report.annotated import AnnotatedPicture
 
+    picture = wish.picture(size, size)
+    ranks = None if wish.plan is None else wish.plan.ranks.size
+    annotated = AnnotatedPicture(picture, wish.grid.q_len, ranks)
     with writing(out):
         if out.suffix == ".svg":
-            picture.save_svg(out)
+            annotated.save_svg(out)
         else:
             # Small pictures are enlarged, so that they can be looked at.
-            picture.save_png(out, scale=max(1, 512 // max(picture.share.shape)))
+            annotated.save_png(out, scale=max(1, 512 // max(picture.share.shape)))
 
 
 def _print(wish: _Wish, size: int | None) -> None:

@@ -156,29 +156,44 @@ def _longer(plan: Plan, other: Plan) -> str:
 
 def _difference(plan: Plan, other: Plan) -> str:
     """Why another strategy is slower (or hardly faster): bytes, links, waiting, work."""
-    texts = []
+    against: list[str] = []
+    for_it: list[str] = []
     (near, far), (its_near, its_far) = bytes_by_node(plan), bytes_by_node(other)
     mine, its = near + far, its_near + its_far
-    if mine and its:
-        ratio = its / mine
-        where = ""
+    if mine and its and (not 0.95 <= its / mine <= 1.05 or abs(its_far - far) > 0.1 * far):
+        text = f"it moves {_times(its / mine)} the bytes"
         if plan.ranks.size > plan.machine.ranks_per_node:
-            share = its_far / its
-            where = f", {_percent(share)} of them between nodes"
-            where += f" instead of {_percent(far / mine)}"
-        if not 0.95 <= ratio <= 1.05 or (far and not 0.9 <= its_far / far <= 1.1):
-            texts.append(f"it moves {_times(ratio)} the bytes{where}")
+            text += f", {_share_of(its_far, its)} instead of {_share_of(far, mine)} between nodes"
+        (against if its > mine or its_far > far else for_it).append(text)
     exposed, its_exposed = exposed_seconds(plan), exposed_seconds(other)
     if abs(its_exposed - exposed) > 0.002 * plan.stats().predicted_seconds:
-        text = "more" if its_exposed > exposed else "less"
-        texts.append(f"waits {format_seconds(abs(its_exposed - exposed))} {text}")
+        text = f"waits {format_seconds(abs(its_exposed - exposed))}"
+        if its_exposed > exposed:
+            against.append(f"{text} longer")
+        else:
+            for_it.append(f"{text} less")
     if other.stats().imbalance > 1.02 * plan.stats().imbalance:
-        texts.append(f"its busiest rank has {other.stats().imbalance:.2f} × the mean work")
+        against.append(f"its busiest rank has {other.stats().imbalance:.2f} × the mean work")
     peak, its_peak = (max(p.stats().memory_bytes_per_rank) for p in (plan, other))
-    if not texts and its_peak > 1.05 * peak:
-        texts.append(f"it takes {_times(its_peak / peak)} the memory")
-    *most, last = texts or ["the two hardly differ"]
-    return f"{', '.join(most)} and {last}" if most else last
+    if not against and its_peak > 1.05 * peak:
+        against.append(f"it takes {_times(its_peak / peak)} the memory")
+    text = _listed(against) or "the two hardly differ"
+    return f"{text}, although {_listed(for_it)}" if for_it else text
+
+
+def _share_of(part: int, whole: int) -> str:
+    return _percent(part / whole)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Some things that "it" does, in one sentence.
+
+    >>> _listed(["waits", "it sleeps"]), _listed([])
+    ('it waits and it sleeps', '')
+    """
+    *most, last = texts or [""]
+    found = f"{', '.join(most)} and {last}" if most else last
+    return found if found.startswith("it") or not found else f"it {found}"
 
 
 def _times(ratio: float) -> str:
