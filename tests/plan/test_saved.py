@@ -97,6 +97,10 @@ def test_a_file_that_was_changed_or_is_missing_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"seq_len": 100', '"seq_len": 101'))
     with pytest.raises(FlexCPError, match="changed since it was written"):
         load_plan(path)
-    for wrong in (Path("nowhere.json"), 3):
-        with pytest.raises(FlexCPError, match="expected a plan in"):
+    for wrong in (Path("nowhere.json"), 3, None, b"x", "\0"):
+        with pytest.raises(FlexCPError, match="expected a plan in|expected path to be"):
             load_plan(wrong)  # type: ignore[arg-type]
+    with pytest.raises(FlexCPError, match="expected plan to be a Plan, got 3"):
+        save_plan(3, path)  # type: ignore[arg-type]
+    with pytest.raises(FlexCPError, match="a file that can be written"):
+        save_plan(make_plan(masks.causal(), 10, 1), tmp_path)

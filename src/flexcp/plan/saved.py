@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod
@@ -38,9 +38,18 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     Masks are written as they were made: those of the catalogue as data, functions of your own by
     the name that they can be imported by.
     """
+    require("plan", plan, Plan, "make one with flexcp.make_plan")
+    require("path", path, (str, Path), "pass the name of a file")
     content = {_KEY: _FORMAT, **json.loads(plan.to_json())}
     text = json.dumps({**content, "sha256": _digest(content)})
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise FlexCPError(
+            f"a file that can be written at {str(path)!r}",
+            getattr(error, "strerror", None) or str(error),
+            "choose another place",
+        ) from None
 
 
 def load_plan(
@@ -96,13 +105,12 @@ def load_plan(
 
 
 def _read(path: str | Path) -> dict[str, Any]:
+    require("path", path, (str, Path), "pass a file that `flexcp plan --save` has written")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         _refuse(path, error.strerror or str(error))
-    except TypeError:
-        _refuse(path, f"a path of type {type(path).__name__}")
-    except ValueError:
+    except (ValueError, RecursionError):
         _refuse(path, "something that is not JSON")
     if not isinstance(content, dict) or content.get(_KEY) != _FORMAT:
         _refuse(path, f"no file with {json.dumps(_KEY)}: {_FORMAT}")
