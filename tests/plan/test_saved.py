@@ -98,7 +98,7 @@ def test_a_file_that_was_changed_or_is_missing_is_refused(tmp_path):
     with pytest.raises(FlexCPError, match="changed since it was written"):
         load_plan(path)
     for wrong in (Path("nowhere.json"), 3, None, b"x", "\0"):
-        with pytest.raises(FlexCPError, match="expected a plan in|expected path to be"):
+        with pytest.raises(FlexCPError, match=r"expected a plan in|expected path to be"):
             load_plan(wrong)  # type: ignore[arg-type]
     with pytest.raises(FlexCPError, match="expected plan to be a Plan, got 3"):
         save_plan(3, path)  # type: ignore[arg-type]
