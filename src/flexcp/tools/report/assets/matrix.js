@@ -132,7 +132,7 @@ function drawDocuments(ctx, plot, area) {
   const inside = seams.filter(t => (t > low && t < high) || (t > area.y * length && t < (area.y + area.h) * length));
   if (!inside.length || inside.length > plot.w / 8) return;
   ctx.strokeStyle = themeColour("ink");
-  ctx.globalAlpha = 0.28;
+  ctx.globalAlpha = inside.length > 24 ? 0.14 : 0.28;
   ctx.lineWidth = 1;
   ctx.beginPath();
   for (const t of inside) {
