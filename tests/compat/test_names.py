@@ -47,6 +47,8 @@ def test_what_ranks_do_with_the_names_is_what_one_process_computes() -> None:
         style._apply(torch.nn.Identity(), mesh)
         local = cp._context_parallel_shard(mesh, [q, k, v], [2, 2, 2], balancer)
         mask = cp._create_cp_block_mask(_causal, 1, 2, 300, 300, mesh)
+        newer = cp._create_cp_block_mask(_causal, 1, 2, 300, 300, (64, 32), mesh, balancer)
+        assert (newer.BLOCK_SIZE, newer.shape) == ((64, 32), mask.shape)
         name = mesh.get_group().group_name
         keys = cp.flex_cp_allgather(local[1], local[2], 2, name)
         out = flex.flex_attention(local[0], *keys, block_mask=mask)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxOutput,
@@ -23,6 +24,15 @@ from flexcp.ops.api import flex_attention as _attention
 from flexcp.ops.arguments import overridable
 
 __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
+
+
+class BlockMaskLengthError(ValueError, RuntimeError):
+    """A BlockMask of another length than the tensors.
+
+    torch up to 2.14 raises a ValueError here, and a RuntimeError from 2.15 on: code that catches
+    either goes on working.
+    """
+
 
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 _ANY_LENGTH = 1 << 30
@@ -168,21 +178,25 @@ def _check_lengths(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
     q_len, kv_len = (int(n) for n in block_mask.shape[-2:])
     if (query.size(-2), key.size(-2)) == (q_len, kv_len):
         return
-    smaller = query.size(-2) > q_len or key.size(-2) > kv_len
-    fix = (
-        "As the block mask was created for a smaller length than you're using it for, "
-        "you likely need to create a new block mask."
-        if smaller
-        else "As the block mask was created for a larger length than you're using it for, you can "
-        "either 1. create a new block mask with the correct length, or 2. 'adjust' the existing "
-        "block mask to the correct length by calling block_mask._adjust(q_len, kv_len). This "
-        "essentially 'crops' the block mask to the upper left corner, which does not work for all "
-        "mask_mods!"
+    sizes = (
+        f"block_mask.shape={block_mask.shape} but got q_len={query.size(-2)} and "
+        f"kv_len={key.size(-2)}"
     )
-    raise ValueError(
-        f"block_mask was created for block_mask.shape={block_mask.shape} but got "
-        f"q_len={query.size(-2)} and kv_len={key.size(-2)}. {fix}"
-    )
+    if query.size(-2) > q_len or key.size(-2) > kv_len:
+        fix = (
+            "was created for a smaller length than you're using it for, you likely need to create "
+            "a new block mask."
+        )
+    else:
+        fix = (
+            "was created for a larger length than you're using it for, you can either 1. create a "
+            "new block mask with the correct length, or 2. 'adjust' the existing block mask to the "
+            "correct length by calling block_mask._adjust(q_len, kv_len). This essentially 'crops' "
+            "the block mask to the upper left corner, which does not work for all mask_mods!"
+        )
+    if torch.__version__ >= "2.15":  # whose words begin with what is wrong
+        raise BlockMaskLengthError(f"block_mask {fix} It has {sizes}.")
+    raise BlockMaskLengthError(f"block_mask was created for {sizes}. As the block mask {fix}")
 
 
 def _check_options(options: Any) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_map_only
 
 from flexcp.compat._cp_gather import flex_cp_allgather
 from flexcp.compat._cp_layout import dim_of, group_of
@@ -23,6 +22,7 @@ from flexcp.compat.recomputation import begin_keeping, end_keeping
 from flexcp.errors import FlexCPError
 from flexcp.ops.positions import on_global_positions, positions_of
 from flexcp.plan.styles import StyleMark, UnappliedStyles
+from flexcp.torch_names import tree_map_only
 
 
 class _AttentionType(Enum):

@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
-    _DEFAULT_SPARSE_BLOCK_SIZE,
     BlockMask,
-    _create_empty_block_mask,
-    _identity,
-    _mask_mod_signature,
-    _round_up_to_multiple,
-    _score_mod_signature,
-    _vmap_for_bhqkv,
     and_masks,
     create_mask,
     noop_mask,
@@ -33,6 +26,16 @@ from flexcp.eager import run_eagerly_on_cpu
 from flexcp.graph_handles import new_graph_handle
 from flexcp.grid import build_block_grid
 from flexcp.masks import Mask, MaskMod
+from flexcp.torch_names import (
+    _DEFAULT_SPARSE_BLOCK_SIZE,
+    _create_empty_block_mask,
+    _identity,
+    _mask_mod_signature,
+    _round_up_to_multiple,
+    _score_mod_signature,
+    _vmap_for_bhqkv,
+    dq_write_order,
+)
 
 __all__ = [
     "_DEFAULT_SPARSE_BLOCK_SIZE",
@@ -148,11 +151,7 @@ def _takes_a_score(mod: object) -> bool:
 
 def _add_dq_write_order(block_mask: BlockMask, dq_kv_order: bool) -> None:
     """Metadata of torch's deterministic CUDA backward, as torch's create_block_mask adds it."""
-    from torch.nn.attention.flex_attention import _compute_dq_write_order_from_block_mask
-
-    order, order_of_full = _compute_dq_write_order_from_block_mask(
-        block_mask, dq_kv_order=dq_kv_order
-    )
+    order, order_of_full = dq_write_order(block_mask, dq_kv_order=dq_kv_order)
     block_mask.dq_write_order = order
     block_mask.dq_write_order_full = order_of_full
     block_mask.dq_kv_order = None

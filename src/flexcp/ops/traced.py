@@ -28,6 +28,7 @@ from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 from flexcp.ops.positions import in_translation, looking_up, positions_of
 from flexcp.ops.sharded import shifted
 from flexcp.plan import Plan
+from flexcp.torch_names import constant_in_graphs
 
 _ROWS = 256
 
@@ -81,6 +82,7 @@ def _work(
     )
 
 
+@constant_in_graphs
 def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
     batch, heads, q_len, kv_heads, kv_len = sizes
     query = torch.empty(batch, heads, q_len, 1, device="meta")
@@ -88,6 +90,7 @@ def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
     return [_work(compiled_shapes_for(mask, query, key), batch, heads, kv_heads)]
 
 
+@constant_in_graphs
 def _sharded_work(
     plan: Plan, mask: str, batch: int, heads: int, kv_heads: int
 ) -> tuple[int, list[TracedWork]]:
@@ -99,11 +102,6 @@ def _sharded_work(
         keys = None if work.b is None else list(range(work.first, work.first + work.rows))
         found.append(_work(work.shapes, size, heads, kv_heads, work.b, keys))
     return len(fetch.ascending), found
-
-
-# What `torch._dynamo.assume_constant_result` does, without importing dynamo.
-_local_work._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_sharded_work._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def traced_local_attention(
