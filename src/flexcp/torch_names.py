@@ -159,6 +159,17 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
+@constant_in_graphs
+def compiles_for_many() -> bool:
+    """Whether the graph being made is for more than the call at hand.
+
+    Asked while dynamo traces a function: for dynamic shapes, or not for the first time.
+    """
+    compilation = find("torch._guards.CompileContext").current_compile_id()
+    again = compilation is not None and bool(compilation.frame_compile_id)
+    return again or not find("torch._dynamo.config").assume_static_by_default
+
+
 def never_compiled_by_itself(function: Callable[..., Any]) -> None:
     """Dynamo inlines a function into what it compiles, but does not begin to compile at it."""
     frames = find("torch._C._dynamo.eval_frame")

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import (
 from flexcp.kernels.score import ScoreFunction
 from flexcp.masks import Mask
 from flexcp.ops.api import flex_attention as _attention
+from flexcp.ops.api import is_kernel_option
 from flexcp.ops.arguments import overridable
 
 __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
@@ -56,14 +57,15 @@ def flex_attention(
 
     Args:
         query: [B, Hq, L, E].
-        key: [B, Hkv, S, E].
-        value: [B, Hkv, S, Ev].
+        key: [B, Hkv, S, E]; computed with in the query's type.
+        value: [B, Hkv, S, Ev]; computed with in the query's type.
         score_mod: a function of (score, b, h, q_idx, kv_idx).
         block_mask: which blocks to compute, and a mask_mod for the partial ones.
         scale: factor on the scores; 1 / sqrt(E) by default.
         enable_gqa: whether query heads may share key heads.
         return_lse: whether to return the logarithm of the denominators as well.
-        kernel_options: tuning options of torch's GPU kernels; like torch, without effect on CPU.
+        kernel_options: tuning options of torch's GPU kernels; like torch, without effect on CPU,
+            and unknown ones without effect anywhere.
         return_aux: which auxiliary outputs to return.
 
     >>> import torch
@@ -92,6 +94,9 @@ def flex_attention(
             stacklevel=2,
         )
     _check_options(kernel_options)
+    # As torch: keys and values may have another type, and options that nobody knows do nothing.
+    key, value = (x if x.dtype == query.dtype else x.to(query.dtype) for x in (key, value))
+    known = {name: x for name, x in (kernel_options or {}).items() if is_kernel_option(name)}
     mask: BlockMask | Mask | None = block_mask
     if block_mask is not None and _stands_for_everything(block_mask):
         mask = Mask(block_mask.mask_mod)
@@ -104,7 +109,7 @@ def flex_attention(
         scale,
         enable_gqa,
         return_lse,
-        kernel_options,
+        known or None,
         return_aux=return_aux,
     )
 
@@ -114,11 +119,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         raise NotImplementedError(
             "flex_attention does not support NestedTensor inputs. "
             "Convert inputs to dense tensors before calling flex_attention."
-        )
-    if query.dtype != key.dtype or query.dtype != value.dtype:
-        raise ValueError(
-            "Expected query, key, and value to have the same dtype, but got "
-            f"query.dtype: {query.dtype}, key.dtype: {key.dtype}, and value.dtype: {value.dtype}."
         )
     if query.device != key.device or query.device != value.device:
         raise ValueError(
