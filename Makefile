@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Some CPUs advertise bfloat16 matrix units that trap; this keeps oneDNN to what always works.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
 
-.PHONY: demo test check format bench site figures clean install
+.PHONY: demo test test-latest check format bench site figures clean install
 
 install: $(STAMP)
 
@@ -23,6 +23,19 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The same suite on the newest torch that pip finds, in an environment of its own.
+LATEST := .venv-latest
+
+$(LATEST)/.installed: pyproject.toml
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet --upgrade torch
+	$(LATEST)/bin/python -m pip install --quiet --upgrade --editable '.[dev]'
+	touch $@
+
+test-latest: $(LATEST)/.installed
+	$(LATEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -54,4 +67,4 @@ figures: $(STAMP)
 	$(BIN)/python scripts/figures.py --out docs/images
 
 clean:
-	rm -rf $(VENV) out build dist
+	rm -rf $(VENV) $(LATEST) out build dist

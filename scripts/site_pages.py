@@ -6,6 +6,7 @@ in `examples/` and `benchmarks/`. This hook of mkdocs adds both as pages and poi
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 TOP = ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")
 FOLDERS = ("examples", "benchmarks")
-LINK = re.compile(r"\]\((?:\.\./)?(?:docs/)?([\w./-]+\.(?:py|md))(#[\w-]+)?\)")
+LINK = re.compile(r"\]\((?:\.\./)?(?:docs/)?([\w./-]+\.(?:py|md|ipynb))(#[\w-]+)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -28,7 +29,19 @@ def on_files(files: Files, config: Any) -> Files:
             text = f"# {folder}/{path.name}\n\n````python\n{source}\n````\n"
             page = File.generated(config, f"{folder}/{path.stem}.md", content=text)
             files.append(page)
+        for path in sorted((ROOT / folder).glob("*.ipynb")):
+            text = _as_markdown(json.loads(path.read_text())["cells"])
+            files.append(File.generated(config, f"{folder}/{path.stem}.md", content=text))
     return files
+
+
+def _as_markdown(cells: list[dict[str, Any]]) -> str:
+    """A notebook as a page."""
+    parts = []
+    for cell in cells:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -36,8 +49,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def target(match: re.Match[str]) -> str:
         name, anchor = match[1], match[2] or ""
-        if name.endswith(".py") and name.split("/")[0] in FOLDERS:
-            name = name.removesuffix(".py") + ".md"
+        if name.endswith((".py", ".ipynb")) and name.split("/")[0] in FOLDERS:
+            name = name.rpartition(".")[0] + ".md"
         return f"]({name}{anchor})"
 
     if page.file.src_uri.split("/")[0] in FOLDERS:

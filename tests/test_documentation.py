@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,33 @@ def test_no_page_is_empty():
 def test_every_page_is_in_the_menu_of_the_site():
     menu = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     assert [page.name for page in PAGES[1:] if f": {page.name}" not in menu] == []
+
+
+def test_every_page_begins_with_what_the_reader_gets():
+    begins = {page.name: page.read_text().split("\n\n")[1] for page in PAGES[1:]}
+    assert [name for name, text in begins.items() if not text.startswith("*You get: ")] == []
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "first_plan.ipynb").read_text())
+    code = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert all(c.get("outputs", []) == [] for c in notebook["cells"])
+    namespace: dict[str, object] = {"__name__": "notebook"}
+    for cell in code:
+        exec(compile(cell, "first_plan.ipynb", "exec"), namespace)
+
+
+def test_the_glossary_has_the_words_of_the_tools():
+    from flexcp.plan.problem import LAYOUTS
+    from flexcp.schedule import SCHEDULES
+
+    page = (ROOT / "docs" / "glossary.md").read_text().replace("-", "_")
+    words = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+    known = {part.strip().split(" ")[0].lower() for word in words for part in word.split(",")}
+    names = [name.replace("allgather", "all_gather") for name in (*LAYOUTS[1:], *SCHEDULES)]
+    printed = ("predicted", "busiest", "exposed", "far", "received", "kept", "layout", "schedule")
+    assert [name for name in (*names, *printed) if name not in known] == []
 
 
 @pytest.mark.parametrize("module", DOCUMENTED)

@@ -42,7 +42,7 @@ PLANTED = {
     "compat/recomputation.py": {
         f"torch_checkpoint.{name}": "torch has no hook for what a checkpoint recomputes; taken "
         "back with the last user"
-        for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+        for name in ("CheckpointFunction", "_CheckpointFrame")
     },
     "graph_handles.py": {
         "handle.flexcp_owner": "a tensor of our own making, which has to keep its owner alive",
@@ -76,6 +76,9 @@ PLANTED = {
     "tools/doctor/torch_ring.py": {
         f"options.{name}": "PyTorch has no other way to choose how its ring works; put back"
         for name in ("enable_load_balance", "rotate_method")
+    },
+    "torch_names.py": {
+        "function._dynamo_marked_constant": "what dynamo looks for on a function of our own",
     },
     "tools/train/compare.py": {
         "parameter.grad": "gradients are taken off and put back, as optimizers do",

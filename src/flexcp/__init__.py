@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flexcp.layout import Layout
     from flexcp.masks import Mask
     from flexcp.ops import attention, flex_attention, varlen_attention
-    from flexcp.plan import Machine, Plan, make_plan
+    from flexcp.plan import Machine, Plan, load_plan, make_plan, save_plan
     from flexcp.tools.verify import verify
 
 __all__ = [
@@ -31,10 +31,12 @@ __all__ = [
     "cross_entropy",
     "flex_attention",
     "kernels",
+    "load_plan",
     "make_plan",
     "masks",
     "parallelize",
     "plan_ahead",
+    "save_plan",
     "shard_batch",
     "testing",
     "varlen_attention",
@@ -50,7 +52,7 @@ _HOMES = {
     "flexcp.integrations.parallelize": ("parallelize",),
     "flexcp.layout": ("Layout",),
     "flexcp.masks": ("Mask",),
-    "flexcp.plan": ("Machine", "Plan", "make_plan"),
+    "flexcp.plan": ("Machine", "Plan", "load_plan", "make_plan", "save_plan"),
     "flexcp.ops": ("attention", "flex_attention", "varlen_attention"),
     "flexcp.tools.verify": ("verify",),
 }

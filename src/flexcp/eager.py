@@ -10,6 +10,13 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from flexcp.torch_names import (
+    fake_mode_is_on,
+    innermost_transform,
+    without_fake_mode,
+    without_transforms,
+)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,24 +54,14 @@ def run_eagerly_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
 
 def outside_of_fake_tensors() -> AbstractContextManager[object]:
     """Masks are looked at for real, also where the tensors have shapes and no numbers."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
-    ):
+    if torch.compiler.is_compiling() or not fake_mode_is_on():
         return nullcontext()
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
+    return without_fake_mode()
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
     """Masks are looked at as they are, whatever `torch.func` is differentiating or mapping over."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    cleared: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
-    return cleared
+    return nullcontext() if innermost_transform() is None else without_transforms()
 
 
 def tensors_to_keep() -> AbstractContextManager[object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -63,6 +65,16 @@ def whole_number(
     if number > at_most:
         raise FlexCPError(f"{name} to be at most {at_most:,}", f"{number:,}", fix)
     return number
+
+
+def did_you_mean(given: object, names: Iterable[str]) -> str:
+    """The question after a name that is not known; nothing if it is like none that are.
+
+    >>> did_you_mean("ballanced", ["contiguous", "balanced"]), did_you_mean("x", ["ring"])
+    ('did you mean balanced?', '')
+    """
+    close = get_close_matches(given.lower(), list(names), 1) if isinstance(given, str) else []
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def require(name: str, value: object, kind: type[Any] | tuple[type[Any], ...], fix: str) -> None:

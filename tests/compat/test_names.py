@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 from flexcp import FlexCPError
 from flexcp.compat import context_parallel as cp
@@ -47,9 +48,18 @@ def test_what_ranks_do_with_the_names_is_what_one_process_computes() -> None:
         style._apply(torch.nn.Identity(), mesh)
         local = cp._context_parallel_shard(mesh, [q, k, v], [2, 2, 2], balancer)
         mask = cp._create_cp_block_mask(_causal, 1, 2, 300, 300, mesh)
+        plain = cp._ContextParallel(2, cp._ContextParallel.AttentionType.SDPA)
+        plain._apply(torch.nn.Identity(), mesh)
+        given, named = plain.sdpa_input_fn(None, tuple(local[:2]), {"value": local[2]}, mesh)
+        assert [x.placements for x in (*given, named["value"])] == [(Shard(2),)] * 3
+        answer = functional.scaled_dot_product_attention(*given, named["value"], is_causal=True)
+        same = plain.sdpa_output_fn(None, None, answer, mesh)
+        newer = cp._create_cp_block_mask(_causal, 1, 2, 300, 300, (64, 32), mesh, balancer)
+        assert (newer.BLOCK_SIZE, newer.shape) == ((64, 32), mask.shape)
         name = mesh.get_group().group_name
         keys = cp.flex_cp_allgather(local[1], local[2], 2, name)
         out = flex.flex_attention(local[0], *keys, block_mask=mask)
+        torch.testing.assert_close(same, out)
         back = cp.flex_cp_allgather_backward(
             torch.ones(1, 2, 6, 8), torch.ones(1, 2, 4, 8), 2, name
         )

@@ -81,6 +81,10 @@ def _alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor
     return score - 0.1 * (h + 1) * (q - kv)
 
 
+def _unknown_to_triton(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return _alibi(torch.special.i0(score), b, h, q, kv)
+
+
 def _assert_like(found: Tensor, x: Tensor) -> None:
     assert (found.shape, found.dtype, found.device) == (x.shape, x.dtype, x.device)
 
@@ -117,7 +121,7 @@ def test_score_functions_run_forward(name: str) -> None:
 
 
 @pytest.mark.usefixtures("shapes_only")
-@pytest.mark.parametrize("score_mod", [None, _alibi], ids=["plain", "scored"])
+@pytest.mark.parametrize("score_mod", [None, _unknown_to_triton], ids=["plain", "scored"])
 @pytest.mark.parametrize("name", ["causal", "documents", "window"])
 def test_torchs_flex_attention_is_handed_what_it_takes(
     name: str, score_mod: Any, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +151,7 @@ def test_torchs_flex_attention_is_handed_what_it_takes(
 
 
 @pytest.mark.usefixtures("shapes_only")
-def test_masks_go_to_the_triton_kernels_unless_torchs_are_tuned(
+def test_masks_and_score_functions_go_to_the_triton_kernels_unless_torchs_are_tuned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: list[str] = []
@@ -159,6 +163,10 @@ def test_masks_go_to_the_triton_kernels_unless_torchs_are_tuned(
     _assert_like(out, q)
     Attention.backward(out.grad_fn, out.detach(), None, None)
     assert launched == ["forward", "prep", "dq", "dkdv"]
+    scored = flexcp.flex_attention(q, k, v, _alibi, enable_gqa=True)
+    _assert_like(scored, q)
+    Attention.backward(scored.grad_fn, scored.detach(), None, None)
+    assert launched == ["forward", "prep", "dq", "dkdv"] * 2
     with pytest.raises(NotImplementedError, match="torch's own kernels"):
         flexcp.flex_attention(
             q, k, v, block_mask=masks.causal(), enable_gqa=True, kernel_options={"BLOCK_M": 64}

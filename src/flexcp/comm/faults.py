@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from flexcp.errors import FlexCPError, peer_error
+from flexcp.torch_names import process_group_store
 
 _REPORT, _REPORTS, _VERDICT = "flexcp/fault/report", "flexcp/fault/reports", "flexcp/fault/verdict"
 """Keys in the store of a process group: of one rank's report, their number, and the verdict."""
@@ -83,7 +83,7 @@ def closed_connections(group: dist.ProcessGroup, ranks: Iterable[int]) -> set[in
 
 def _verdict(group: dist.ProcessGroup, suspects: set[int], patience: float) -> list[int]:
     """Reports whom this rank suspects, and returns what the judge has found."""
-    store: Any = _get_process_group_store(group)
+    store: Any = process_group_store(group)
     until = time.monotonic() + patience
     store.set(f"{_REPORT}/{group.rank()}", _text(suspects))
     if store.add(_REPORTS, 1) == 1:

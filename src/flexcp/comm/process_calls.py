@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from flexcp.caches import Derived
 from flexcp.comm.blocked import Waits
@@ -20,6 +19,7 @@ from flexcp.comm.calls import Calls
 from flexcp.comm.faults import answered, closed_connections, names_of
 from flexcp.comm.labels import PassLabel
 from flexcp.errors import peer_error
+from flexcp.torch_names import process_group_store
 
 SLOW = 1.0
 """Seconds after which a rank that waits looks for what others say of it."""
@@ -36,7 +36,7 @@ class ProcessCalls(Calls):
     """The calls of a process group. Ranks are counted within the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        store = _get_process_group_store(group)
+        store = process_group_store(group)
         board = StoreBoard(store, "flexcp/")
         super().__init__(group.rank(), group.size(), board)
         self._group = weakref.ref(group)

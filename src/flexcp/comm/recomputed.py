@@ -21,12 +21,19 @@ from typing import Any
 
 import torch
 
+from flexcp.torch_names import (
+    current_backward_pass,
+    current_node,
+    innermost_saved_tensor_hooks,
+    next_node_number,
+)
+
 _REGIONS = 4096
 """Reentrant regions that are remembered: calls without gradients may all be in one."""
 
 
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, True
+    innermost_saved_tensor_hooks, True
 )
 """The innermost saved-tensor hooks in force: to pack and unpack. They are there in every region
 that is checkpointed without reentry."""
@@ -64,7 +71,7 @@ class RecomputedCalls:
     def remember(self, number: int) -> None:
         """Notes a call that has just begun."""
         if not torch.is_grad_enabled():
-            node = torch._C._autograd._get_sequence_nr()
+            node = next_node_number()
             self._by_node.setdefault(node, _Region()).numbers.append(number)
             while len(self._by_node) > _REGIONS:
                 self._by_node.popitem(last=False)
@@ -84,12 +91,12 @@ class RecomputedCalls:
         if hooks is not None and frame is not None:
             region = self._by_frame.get(frame)
             return None if region is None else region.repeat(hooks[0])
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         if node is None or type(node).__name__ != "CheckpointFunctionBackward":
             return None
         region = self._by_node.get(node._sequence_nr() + 1)
         # A second backward pass may run through the same node.
-        run = (node, torch._C._current_graph_task_id())
+        run = (node, current_backward_pass())
         return None if region is None else region.repeat(run)
 
 

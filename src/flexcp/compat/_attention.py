@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxOutput,
@@ -20,9 +21,19 @@ from torch.nn.attention.flex_attention import (
 from flexcp.kernels.score import ScoreFunction
 from flexcp.masks import Mask
 from flexcp.ops.api import flex_attention as _attention
+from flexcp.ops.api import is_kernel_option
 from flexcp.ops.arguments import overridable
 
 __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
+
+
+class BlockMaskLengthError(ValueError, RuntimeError):
+    """A BlockMask of another length than the tensors.
+
+    torch up to 2.14 raises a ValueError here, and a RuntimeError from 2.15 on: code that catches
+    either goes on working.
+    """
+
 
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 _ANY_LENGTH = 1 << 30
@@ -46,14 +57,15 @@ def flex_attention(
 
     Args:
         query: [B, Hq, L, E].
-        key: [B, Hkv, S, E].
-        value: [B, Hkv, S, Ev].
+        key: [B, Hkv, S, E]; computed with in the query's type.
+        value: [B, Hkv, S, Ev]; computed with in the query's type.
         score_mod: a function of (score, b, h, q_idx, kv_idx).
         block_mask: which blocks to compute, and a mask_mod for the partial ones.
         scale: factor on the scores; 1 / sqrt(E) by default.
         enable_gqa: whether query heads may share key heads.
         return_lse: whether to return the logarithm of the denominators as well.
-        kernel_options: tuning options of torch's GPU kernels; like torch, without effect on CPU.
+        kernel_options: tuning options of torch's GPU kernels; like torch, without effect on CPU,
+            and unknown ones without effect anywhere.
         return_aux: which auxiliary outputs to return.
 
     >>> import torch
@@ -82,6 +94,9 @@ def flex_attention(
             stacklevel=2,
         )
     _check_options(kernel_options)
+    # As torch: keys and values may have another type, and options that nobody knows do nothing.
+    key, value = (x if x.dtype == query.dtype else x.to(query.dtype) for x in (key, value))
+    known = {name: x for name, x in (kernel_options or {}).items() if is_kernel_option(name)}
     mask: BlockMask | Mask | None = block_mask
     if block_mask is not None and _stands_for_everything(block_mask):
         mask = Mask(block_mask.mask_mod)
@@ -94,7 +109,7 @@ def flex_attention(
         scale,
         enable_gqa,
         return_lse,
-        kernel_options,
+        known or None,
         return_aux=return_aux,
     )
 
@@ -104,11 +119,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         raise NotImplementedError(
             "flex_attention does not support NestedTensor inputs. "
             "Convert inputs to dense tensors before calling flex_attention."
-        )
-    if query.dtype != key.dtype or query.dtype != value.dtype:
-        raise ValueError(
-            "Expected query, key, and value to have the same dtype, but got "
-            f"query.dtype: {query.dtype}, key.dtype: {key.dtype}, and value.dtype: {value.dtype}."
         )
     if query.device != key.device or query.device != value.device:
         raise ValueError(
@@ -168,21 +178,25 @@ def _check_lengths(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
     q_len, kv_len = (int(n) for n in block_mask.shape[-2:])
     if (query.size(-2), key.size(-2)) == (q_len, kv_len):
         return
-    smaller = query.size(-2) > q_len or key.size(-2) > kv_len
-    fix = (
-        "As the block mask was created for a smaller length than you're using it for, "
-        "you likely need to create a new block mask."
-        if smaller
-        else "As the block mask was created for a larger length than you're using it for, you can "
-        "either 1. create a new block mask with the correct length, or 2. 'adjust' the existing "
-        "block mask to the correct length by calling block_mask._adjust(q_len, kv_len). This "
-        "essentially 'crops' the block mask to the upper left corner, which does not work for all "
-        "mask_mods!"
+    sizes = (
+        f"block_mask.shape={block_mask.shape} but got q_len={query.size(-2)} and "
+        f"kv_len={key.size(-2)}"
     )
-    raise ValueError(
-        f"block_mask was created for block_mask.shape={block_mask.shape} but got "
-        f"q_len={query.size(-2)} and kv_len={key.size(-2)}. {fix}"
-    )
+    if query.size(-2) > q_len or key.size(-2) > kv_len:
+        fix = (
+            "was created for a smaller length than you're using it for, you likely need to create "
+            "a new block mask."
+        )
+    else:
+        fix = (
+            "was created for a larger length than you're using it for, you can either 1. create a "
+            "new block mask with the correct length, or 2. 'adjust' the existing block mask to the "
+            "correct length by calling block_mask._adjust(q_len, kv_len). This essentially 'crops' "
+            "the block mask to the upper left corner, which does not work for all mask_mods!"
+        )
+    if torch.__version__ >= "2.15":  # whose words begin with what is wrong
+        raise BlockMaskLengthError(f"block_mask {fix} It has {sizes}.")
+    raise BlockMaskLengthError(f"block_mask was created for {sizes}. As the block mask {fix}")
 
 
 def _check_options(options: Any) -> None:

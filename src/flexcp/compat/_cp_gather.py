@@ -6,13 +6,13 @@ Annotations here are read by torch when the ops are defined, so they are not pos
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 
 from flexcp.comm.faults import answered
 from flexcp.errors import FlexCPError
+from flexcp.torch_names import functional_collectives as funcol
+from flexcp.torch_names import process_group_of
 
 
 @torch.library.custom_op("flexcp::flex_cp_allgather", mutates_args=())
@@ -102,7 +102,8 @@ flex_cp_allgather.register_autograd(_backward, setup_context=_setup)
 
 
 def _group(name: str) -> ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    found: ProcessGroup = process_group_of(name)
+    return found
 
 
 def _sizes(k_rows: int, v_rows: int, device: torch.device, group: ProcessGroup) -> list[list[int]]:

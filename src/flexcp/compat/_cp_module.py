@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_map_only
 
 from flexcp.compat._cp_gather import flex_cp_allgather
 from flexcp.compat._cp_layout import dim_of, group_of
@@ -23,6 +22,7 @@ from flexcp.compat.recomputation import begin_keeping, end_keeping
 from flexcp.errors import FlexCPError
 from flexcp.ops.positions import on_global_positions, positions_of
 from flexcp.plan.styles import StyleMark, UnappliedStyles
+from flexcp.torch_names import tree_map_only
 
 
 class _AttentionType(Enum):
@@ -146,7 +146,25 @@ class _ContextParallel(ParallelStyle):
         kwargs: Any,
         mesh: DeviceMesh,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """From here on, the module's attention is that of the whole sequence."""
+        """From here on, the module's attention is that of the whole sequence.
+
+        Tensors come back as DTensors that are sharded along the sequence, as PyTorch's function
+        returns them. The forward of a module that has the style gets plain ones, which it may use
+        together with its own parameters.
+        """
+        plain_args, plain_kwargs = self._begin(module, args, kwargs, mesh)
+
+        def sharded(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return DTensor.from_local(x, mesh, [Shard(dim_of(x, self.seq_dim))], run_check=False)
+
+        named = {name: sharded(x) for name, x in plain_kwargs.items()}
+        return tuple(sharded(x) for x in plain_args), named
+
+    def _begin(
+        self, module: nn.Module | None, args: Any, kwargs: Any, mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         new_args = tuple(self._local(x) for x in args)
         new_kwargs = {name: self._local(x) for name, x in kwargs.items()}
         running = _Running(module, ExitStack(), [])
@@ -196,7 +214,7 @@ class _Hooks:
         return self.style.flex_input_fn(module, args, kwargs, self.mesh)
 
     def sdpa_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.style.sdpa_input_fn(module, args, kwargs, self.mesh)
+        return self.style._begin(module, args, kwargs, self.mesh)
 
     def sdpa_output(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         return self.style.sdpa_output_fn(module, inputs, outputs, self.mesh)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -26,6 +25,7 @@ from flexcp.ops.api import attention
 from flexcp.ops.arguments import autocast
 from flexcp.plan import Plan, make_plan
 from flexcp.plan.mesh import Ranks
+from flexcp.torch_names import function_mode_is_on
 
 _MOST_PLANS = 32
 """Plans that a group keeps."""
@@ -102,7 +102,7 @@ def patched_for_other_threads(mesh: DeviceMesh) -> Iterator[None]:
 
     @run_eagerly_on_cpu
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        if threading.get_ident() == home and torch._C._is_torch_function_mode_enabled():
+        if threading.get_ident() == home and function_mode_is_on():
             found: Tensor = SDPA(*args, **kwargs)
             return found
         return sharded_sdpa(mesh, *args, **kwargs)

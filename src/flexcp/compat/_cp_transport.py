@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from flexcp.comm.faults import answered
@@ -21,6 +20,7 @@ from flexcp.comm.labels import RoundLabel
 from flexcp.comm.process import ProcessTransport
 from flexcp.comm.process_calls import ProcessCalls
 from flexcp.errors import FlexCPError
+from flexcp.torch_names import functional_collectives as funcol
 
 
 @dataclass(eq=False)

@@ -280,7 +280,9 @@ def _create_cp_block_mask(
     H: int,
     Q_LEN: int,
     KV_LEN: int,
-    device_mesh: DeviceMesh,
+    *given: Any,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    device_mesh: DeviceMesh | None = None,
     load_balancer: _LoadBalancer | None = None,
 ) -> BlockMask:
     """The BlockMask of this rank's queries against the keys of all ranks; of any length.
@@ -291,14 +293,27 @@ def _create_cp_block_mask(
         H: Number of query heads.
         Q_LEN: Queries of all ranks.
         KV_LEN: Keys of all ranks.
+        given: Block size, mesh and balancer by position; torch before 2.15 has no block size there.
+        BLOCK_SIZE: Tokens of a tile, or a pair (queries, keys).
         device_mesh: A DeviceMesh of one dimension.
         load_balancer: The order of tokens; as `context_parallel` orders them without it.
     """
-    ranks = device_mesh.size()
+    names = ["BLOCK_SIZE", "device_mesh", "load_balancer"]
+    if given and isinstance(given[0], DeviceMesh):
+        names.remove("BLOCK_SIZE")
+    by_name = dict(zip(names, given, strict=False))
+    block_size = by_name.get("BLOCK_SIZE", BLOCK_SIZE)
+    mesh: DeviceMesh | None = by_name.get("device_mesh", device_mesh)
+    load_balancer = by_name.get("load_balancer", load_balancer)
+    if mesh is None:
+        raise TypeError("_create_cp_block_mask needs a device_mesh")
+    ranks = mesh.size()
     balancer = load_balancer or _create_default_load_balancer(Q_LEN, ranks, "cpu")
-    whole = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device_mesh.device_type)
+    whole = create_block_mask(
+        mask_mod, B, H, Q_LEN, KV_LEN, device=mesh.device_type, BLOCK_SIZE=block_size
+    )
     q_layout, kv_layout = (balanced_layout(balancer, n, ranks) for n in (Q_LEN, KV_LEN))
-    return shard_block_mask(whole, q_layout, kv_layout, device_mesh.get_local_rank())
+    return shard_block_mask(whole, q_layout, kv_layout, mesh.get_local_rank())
 
 
 @run_eagerly_on_cpu

@@ -14,25 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
-    _DEFAULT_SPARSE_BLOCK_SIZE,
     BlockMask,
-    _create_empty_block_mask,
-    _identity,
-    _mask_mod_signature,
-    _round_up_to_multiple,
-    _score_mod_signature,
-    _vmap_for_bhqkv,
     and_masks,
     create_mask,
     noop_mask,
     or_masks,
 )
+from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.graph_handles import new_graph_handle
 from flexcp.grid import build_block_grid
 from flexcp.masks import Mask, MaskMod
+from flexcp.ops.mask_cache import GraphMadeMask
+from flexcp.torch_names import (
+    _DEFAULT_SPARSE_BLOCK_SIZE,
+    _create_empty_block_mask,
+    _identity,
+    _mask_mod_signature,
+    _round_up_to_multiple,
+    _score_mod_signature,
+    _vmap_for_bhqkv,
+    dq_write_order,
+)
 
 __all__ = [
     "_DEFAULT_SPARSE_BLOCK_SIZE",
@@ -55,6 +60,10 @@ __all__ = [
 ]
 
 
+_FIELDS = tuple(inspect.signature(BlockMask.__init__).parameters)[1:]
+"""What a BlockMask is made from, and has."""
+
+
 class GraphBlockMask(BlockMask):
     """torch's BlockMask with a graph handle, so that one compiled graph runs all of them."""
 
@@ -64,8 +73,7 @@ class GraphBlockMask(BlockMask):
     @classmethod
     def of(cls, block_mask: BlockMask) -> GraphBlockMask:
         """A copy of a BlockMask, with a graph handle of its own."""
-        names = list(inspect.signature(BlockMask.__init__).parameters)[1:]
-        found = cls(**{name: getattr(block_mask, name) for name in names})
+        found = cls(**{name: getattr(block_mask, name) for name in _FIELDS})
         found.graph_handle = new_graph_handle(found)
         return found
 
@@ -76,7 +84,6 @@ class GraphBlockMask(BlockMask):
         self.graph_handle = new_graph_handle(self)
 
 
-@run_eagerly_on_cpu
 def create_block_mask(
     mask_mod: Mask | MaskMod,
     B: int | None,
@@ -91,6 +98,8 @@ def create_block_mask(
     dq_kv_order: bool = True,
 ) -> BlockMask:
     """Torch's `create_block_mask`: the same BlockMask, without evaluating every pair.
+
+    Inside torch.compile the mask is part of the graph, and evaluated as torch's function does it.
 
     Args:
         mask_mod: A function of (b, h, q_idx, kv_idx), or a flexcp Mask.
@@ -109,6 +118,13 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 1000, 1000, device="cpu").shape
     (1, 1, 1000, 1000)
     """
+    if torch.compiler.is_compiling():
+        mod = mask_mod.mask_mod if isinstance(mask_mod, Mask) else mask_mod
+        found = torch_create_block_mask(
+            mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks=separate_full_blocks,
+            compute_dq_write_order=compute_dq_write_order, dq_kv_order=dq_kv_order,
+        )  # fmt: skip
+        return GraphMadeMask(**{name: getattr(found, name) for name in _FIELDS})
     if _takes_a_score(mask_mod):
         raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
     if not isinstance(dq_kv_order, bool):
@@ -121,6 +137,23 @@ def create_block_mask(
         )
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
+    block_mask = _from_grid(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
+    if compute_dq_write_order:
+        _add_dq_write_order(block_mask, dq_kv_order)
+    return block_mask
+
+
+@run_eagerly_on_cpu
+def _from_grid(
+    mask_mod: Mask | MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int,
+    BLOCK_SIZE: int | tuple[int, int],
+    separate_full_blocks: bool,
+) -> GraphBlockMask:
     grid = build_block_grid(
         mask_mod,
         Q_LEN,
@@ -129,12 +162,9 @@ def create_block_mask(
         batch=1 if B is None else B,
         heads=1 if H is None else H,
     )
-    block_mask = GraphBlockMask.of(
+    return GraphBlockMask.of(
         grid.to_block_mask(device=torch.device(device), separate_full_blocks=separate_full_blocks)
     )
-    if compute_dq_write_order:
-        _add_dq_write_order(block_mask, dq_kv_order)
-    return block_mask
 
 
 def _takes_a_score(mod: object) -> bool:
@@ -148,11 +178,7 @@ def _takes_a_score(mod: object) -> bool:
 
 def _add_dq_write_order(block_mask: BlockMask, dq_kv_order: bool) -> None:
     """Metadata of torch's deterministic CUDA backward, as torch's create_block_mask adds it."""
-    from torch.nn.attention.flex_attention import _compute_dq_write_order_from_block_mask
-
-    order, order_of_full = _compute_dq_write_order_from_block_mask(
-        block_mask, dq_kv_order=dq_kv_order
-    )
+    order, order_of_full = dq_write_order(block_mask, dq_kv_order=dq_kv_order)
     block_mask.dq_write_order = order
     block_mask.dq_write_order_full = order_of_full
     block_mask.dq_kv_order = None

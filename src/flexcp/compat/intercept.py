@@ -16,19 +16,25 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from flexcp.compat._attention import flex_attention as compat_flex_attention
 from flexcp.compat._multi_head import multi_head_attention_forward
 from flexcp.compat.recomputation import kept_for_recomputation
 from flexcp.errors import FlexCPError
 from flexcp.ops.api import flex_attention
+from flexcp.torch_names import (
+    function_modes_on,
+    fused_layers,
+    never_compiled_by_itself,
+    pop_function_mode,
+    push_function_mode,
+    sdpa,
+)
 
-SDPA = torch._C._nn.scaled_dot_product_attention
+SDPA = sdpa
 """The one object behind every name of it: `F.scaled_dot_product_attention`, unless F is patched."""
 
 _FLEX = (flex_attention, compat_flex_attention)
@@ -38,9 +44,8 @@ _SDPA_OPS = (
 )
 _FLEX_OP = torch.ops.higher_order.flex_attention
 _MULTI_HEAD = functional.multi_head_attention_forward
-_FUSED_LAYERS = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 _NEEDS_GRADIENT = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_ATTENTION = (SDPA, *_SDPA_OPS, *_FLEX, _FLEX_OP, _MULTI_HEAD, *_FUSED_LAYERS)
+_ATTENTION = (SDPA, *_SDPA_OPS, *_FLEX, _FLEX_OP, _MULTI_HEAD, *fused_layers)
 
 
 class Interception(TorchFunctionMode):
@@ -126,10 +131,7 @@ class Interception(TorchFunctionMode):
 
 # Dynamo inlines it into what it compiles; but called while a compiled function falls back to eager,
 # it would be compiled by itself, without a guard on `func`: one function's result for another's.
-set_code_exec_strategy(
-    Interception.__torch_function__.__code__,
-    _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
-)
+never_compiled_by_itself(Interception.__torch_function__)
 
 Kind = TypeVar("Kind", bound=Interception)
 
@@ -150,17 +152,17 @@ def set_at_bottom(mode: Interception) -> None:
 
     As `torch.set_default_device` does: a mode on top would be taken for the one that ends.
     """
-    others = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    others = [pop_function_mode() for _ in range(function_modes_on())]
     for one in (mode, *reversed(others)):
-        _push_mode(one)
+        push_function_mode(one)
 
 
 def take_out(mode: Interception) -> None:
     """Ends `set_at_bottom`, whatever has been set since."""
-    others = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    others = [pop_function_mode() for _ in range(function_modes_on())]
     for one in reversed(others):
         if one is not mode:
-            _push_mode(one)
+            push_function_mode(one)
 
 
 def _is_asked_by_torch_flex(func: Any) -> bool:

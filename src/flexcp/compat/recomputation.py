@@ -3,7 +3,8 @@
 A checkpointed region runs a second time in the backward pass, possibly after the settings of its
 first run have ended, and on another thread. `torch.utils.checkpoint` keeps random numbers and
 autocast for it; this keeps whatever else is in force. It has no hook for that, so two names in its
-module stand for ours as long as a setting is in force somewhere.
+module stand for ours as long as a setting is in force somewhere: what a region without reentry is
+recomputed by, and the function of a reentrant one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
+
+from flexcp import torch_names
 
 Setting = Callable[[], AbstractContextManager[Any]]
 
@@ -26,7 +29,7 @@ class _InForce(threading.local):
 _in_force = _InForce()
 _lock = threading.Lock()
 _users = 0
-_generator: Any = None
+_frame: Any = None
 _function: Any = None
 """What torch, or whoever changed it before, checkpoints by; known while a setting is in force."""
 
@@ -43,16 +46,16 @@ def kept_for_recomputation(setting: Setting) -> Iterator[None]:
 
 def begin_keeping(setting: Setting) -> None:
     """From now on, what this thread checkpoints is recomputed in `setting()`."""
-    global _users, _generator, _function
-    _in_force.settings.append(setting)
+    global _users, _frame, _function
     with _lock:
-        _users += 1
-        if _users == 1:
-            _generator = torch_checkpoint._checkpoint_without_reentrant_generator
+        if _users == 0:
+            _frame = torch_names.checkpoint_frame
+            torch_names.require_present(_frame)
             _function = torch_checkpoint.CheckpointFunction
-            generator: Any = _generator_in_settings
-            torch_checkpoint._checkpoint_without_reentrant_generator = generator
+            torch_checkpoint._CheckpointFrame = _frame_in_settings  # type: ignore[assignment, misc]
             torch_checkpoint.CheckpointFunction = _FunctionInSettings  # type: ignore[misc, assignment]
+        _users += 1
+    _in_force.settings.append(setting)
 
 
 def end_keeping(setting: Setting) -> None:
@@ -63,16 +66,17 @@ def end_keeping(setting: Setting) -> None:
         _users -= 1
         if _users == 0:
             # What someone else has put there meanwhile stays, and goes on to call ours.
-            found: Any = torch_checkpoint._checkpoint_without_reentrant_generator
-            if found is _generator_in_settings:
-                torch_checkpoint._checkpoint_without_reentrant_generator = _generator
+            found: Any = torch_names.checkpoint_frame
+            if found is _frame_in_settings:
+                torch_checkpoint._CheckpointFrame = _frame  # type: ignore[misc]
             kept: Any = torch_checkpoint.CheckpointFunction
             if kept is _FunctionInSettings:
                 torch_checkpoint.CheckpointFunction = _function  # type: ignore[misc]
 
 
-def _generator_in_settings(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _generator(_in_the_same_settings(function), *args, **kwargs)
+def _frame_in_settings(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for torch's frame of a region, which holds what the region is recomputed by."""
+    return _frame(_in_the_same_settings(recompute), *args, **kwargs)
 
 
 class _FunctionInSettings:

@@ -17,7 +17,6 @@ from torch.nn.attention.flex_attention import (
     AuxOutput,
     AuxRequest,
     BlockMask,
-    _identity,
 )
 
 from flexcp.compat._cp_sdpa import refuse_mask, with_heads
@@ -34,6 +33,7 @@ from flexcp.ops.api import attention, attention_of_heads
 from flexcp.ops.arguments import Seed
 from flexcp.ops.sharded import shifted
 from flexcp.plan import Plan
+from flexcp.torch_names import unmodified_score
 
 ScoreFunction = Callable[..., Tensor]
 
@@ -129,7 +129,7 @@ class PlannedAttention:
         `block_mask` and `kernel_options` are as torch fills them in.
         """
         require_plain_call(block_mask, kernel_options, captured)
-        mod = None if score_mod is _identity else score_mod
+        mod = None if score_mod is unmodified_score else score_mod
         out, lse = self._run(query, key, value, mod, scale, True, None)
         return out, lse / math.log(2.0), query.new_empty(0)
 

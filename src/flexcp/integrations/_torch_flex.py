@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch.nn.attention.flex_attention import noop_mask
 
 from flexcp.errors import FlexCPError
+from flexcp.torch_names import constant_in_graphs
 
 _FILLED_IN = {
     "BACKEND": "AUTO",
@@ -97,9 +98,9 @@ def refuse_gradients() -> NoReturn:
     )
 
 
-# Run while dynamo traces, as `torch._dynamo.assume_constant_result` has it: it can't trace errors.
+# Run while dynamo traces: it can't trace errors.
 for _refuse in (refuse_options, refuse_max_scores, refuse_block_mask, refuse_operator):
-    _refuse._dynamo_marked_constant = True  # type: ignore[union-attr]
+    constant_in_graphs(_refuse)
 
 _TORCH_SAYS = {
     "block_mask was created for": refuse_block_mask,

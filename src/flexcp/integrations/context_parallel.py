@@ -18,6 +18,7 @@ from flexcp.integrations._calls import ComparedMasks, PlannedAttention
 from flexcp.integrations._torch_flex import refusing_by_name
 from flexcp.plan import Plan
 from flexcp.plan.styles import StyleMark, require_applied
+from flexcp.torch_names import is_in_backward_pass
 
 
 class ContextParallel(ParallelStyle):
@@ -277,7 +278,7 @@ def _must_be_called(module: nn.Module, args: Any) -> None:
 
 def _require_own_plan(step: _Step) -> None:
     """What is recomputed must be so under the plan that it ran under."""
-    if step.has_changed and not step.is_recomputing and torch._C._current_graph_task_id() != -1:
+    if step.has_changed and not step.is_recomputing and is_in_backward_pass():
         raise FlexCPError(
             "recomputation by torch.utils.checkpoint within using(plan)",
             "a module that runs in a backward pass, while plans change between steps",

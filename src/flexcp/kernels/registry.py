@@ -151,7 +151,7 @@ def choose(
     on_gpu &= dropout or has_score or not is_one_rectangle
     if kernel == "triton":
         _require_triton(q, v, score_mod, max_scores, wishes)
-        return _triton(q, v, wishes, asked, dropout)
+        return _triton(q, v, wishes, asked, dropout=dropout, scored=has_score)
     if kernel == "varlen":
         _require_varlen(q, v, has_score, max_scores, dropout)
         return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
@@ -159,7 +159,8 @@ def choose(
         why_not = _why_not_triton(q, v, score_mod if has_score else None, max_scores)
         if why_not is None:
             what = "a score_mod written out in Triton" if has_score else "a mask as data"
-            found = _triton(q, v, "", (f"CUDA tensors, and {what}",), dropout)
+            reason = f"CUDA tensors, and {what}"
+            found = _triton(q, v, "", (reason,), dropout=dropout, scored=has_score)
             return found if dropout or has_score else _with_varlen(q, v, found)
         asked = (why_not,)
     if kernel == "flex" or (on_gpu and not partial and not dropout):
@@ -267,9 +268,17 @@ def _name_and_wishes(kernel: str) -> tuple[str, str]:
     return (name.strip(), wishes.strip()) if name.strip() == "triton" else (kernel, "")
 
 
-def _triton(q: Tensor, v: Tensor, wishes: str, reasons: tuple[str, ...], dropout: bool) -> Choice:
+def _triton(
+    q: Tensor,
+    v: Tensor,
+    wishes: str,
+    reasons: tuple[str, ...],
+    *,
+    dropout: bool,
+    scored: bool,
+) -> Choice:
     tuning, about = tuning_for(
-        arch_of(q.device), q.shape[-1], v.shape[-1], q.dtype, wishes, dropout=dropout
+        arch_of(q.device), q.shape[-1], v.shape[-1], q.dtype, wishes, dropout=dropout, scored=scored
     )
     version = f"Triton {triton_version()}"
     return Choice("triton", None, (*reasons, version, *about), tuning)

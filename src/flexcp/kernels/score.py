@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError
@@ -24,6 +23,7 @@ from flexcp.kernels.score_chain import ScoreChain, chain_of
 from flexcp.kernels.score_graph import ScoreGraph, ScoreRecorder
 from flexcp.masks.trace import describe
 from flexcp.packing import tensor_bytes
+from flexcp.torch_names import OpOverload, TorchDispatchMode, has_kernel_for, is_transformed
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention score_mod of (score, b, h, q_idx, kv_idx)."""
@@ -230,10 +230,10 @@ class _Watcher(TorchDispatchMode):
         return result.detach() if isinstance(result, Tensor) else result
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if has_kernel_for(func.name(), "CompositeImplicitAutograd"):
             # In inference mode, `a & b` arrives as `__and__`.
             with self:
                 return func.decompose(*args, **kwargs)
@@ -280,7 +280,7 @@ class _Watcher(TorchDispatchMode):
         if x.requires_grad and all(x is not known for known in self.captured):
             self.captured.append(x)
 
-    def _alone(self, func: torch._ops.OpOverload, args: Any) -> bool:
+    def _alone(self, func: OpOverload, args: Any) -> bool:
         name = func._schema.name.split("::")[1]
         if name == "index":
             table, indices = args
@@ -305,7 +305,7 @@ def content_of(x: Tensor) -> str:
     False
     """
     told = f"{x.dtype} {tuple(x.shape)}"
-    is_plain = type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    is_plain = type(x) is Tensor and not is_transformed(x)
     if not is_plain or x.requires_grad or x.device.type != "cpu" or torch.is_inference(x):
         return told
     known = _contents.get(x)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexcp.torch_names import OpOverload
+
 INPUTS = ("b", "h", "q", "kv")
 """The four indices of a mask_mod, in argument order; also the names used in `Node.reads`."""
 
@@ -100,7 +102,7 @@ class MaskGraph:
         if node.name == "index":
             table, indices = self.nodes[node.args[0].node], node.args[1]
             return not table.reads and len(indices) == len(table.shape) and None not in indices
-        tags = node.op.tags if isinstance(node.op, torch._ops.OpOverload) else ()
+        tags = node.op.tags if isinstance(node.op, OpOverload) else ()
         return torch.Tag.pointwise in tags or node.name in _ALSO_POINTWISE
 
     def evaluate(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ class MaskGraph:
 
 def op_name(op: object) -> str:
     """An ATen operation's name without namespace and overload; "" for anything else."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return str(op._schema.name).removeprefix("aten::")
     return ""
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexcp import torch_names
 from flexcp.errors import FlexCPError
 from flexcp.masks.graph import INPUTS, MaskGraph, Node, Ref, frozen, op_name
+from flexcp.torch_names import OpOverload, TorchDispatchMode
 
 MaskMod = Callable[..., Tensor]
 """A FlexAttention mask function of (b, h, q_idx, kv_idx)."""
@@ -87,7 +88,7 @@ class _Index(torch.Tensor):
 
     @staticmethod
     def __new__(cls, concrete: Tensor, node: int) -> _Index:
-        self = torch.Tensor._make_wrapper_subclass(
+        self = torch_names.make_wrapper_subclass(
             cls, concrete.shape, dtype=concrete.dtype, device=concrete.device
         )
         assert isinstance(self, _Index)
@@ -99,7 +100,7 @@ class _Index(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_names.without_function_subclasses():
             if func is torch.Tensor.__getitem__:
                 return _getitem(*args)
             if func is torch.Tensor.__setitem__:
@@ -186,10 +187,10 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if torch_names.has_kernel_for(func.name(), "CompositeImplicitAutograd"):
             # In inference mode and inside of custom ops, `a & b` arrives as `__and__`.
             with self:
                 return func.decompose(*args, **kwargs)
@@ -216,7 +217,7 @@ class _Recorder(TorchDispatchMode):
             for i, part in enumerate(result)
         )
 
-    def _refuse_untraceable(self, func: torch._ops.OpOverload, args: Any, touched: bool) -> None:
+    def _refuse_untraceable(self, func: OpOverload, args: Any, touched: bool) -> None:
         if touched and func is torch.ops.aten._local_scalar_dense.default:
             raise _reads_value("bool(), int(), float() or item()")
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -28,9 +28,9 @@ from flexcp.ops.autograd import differentiable
 from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention, handle_of
 from flexcp.ops.dropout import drawn_seed, traced_seed
 from flexcp.ops.local import local_attention
-from flexcp.ops.mask_cache import MaskLike
+from flexcp.ops.mask_cache import GraphMadeMask, MaskLike
 from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
-from flexcp.ops.traced import traced_local_attention, traced_sharded_attention
+from flexcp.ops.traced import in_graph_attention, traced_local_attention, traced_sharded_attention
 from flexcp.plan import Plan
 
 
@@ -121,6 +121,11 @@ def flex_attention(
             repr(kernel),
             "leave it out inside torch.compile, or call it outside",
         )
+    elif isinstance(block_mask, GraphMadeMask):
+        out, lse, highest = in_graph_attention(
+            query, key, value, block_mask.mask_mod, score_mod, factor, sinks, p,
+            traced_seed(given) if p > 0 else None,
+        )  # fmt: skip
     elif score_mod is None:
         out, lse, highest = compiled_local_attention(
             query, key, value, handle_of(block_mask), factor, sinks, wants_max, kernel, p,
@@ -272,6 +277,15 @@ _GPU_OPTIONS = frozenset(
 )  # fmt: skip
 
 
+def is_kernel_option(name: str) -> bool:
+    """Whether something is known among `kernel_options`.
+
+    >>> is_kernel_option("fwd_num_warps"), is_kernel_option("speed")
+    (True, False)
+    """
+    return name == "kernel" or name.removeprefix("fwd_").removeprefix("bwd_") in _GPU_OPTIONS
+
+
 def _kernel_asked_for(given: Mapping[str, Any] | None) -> tuple[str | None, Mapping[str, Any]]:
     """The kernel's name, if one is asked for, and the tuning options."""
     if given is not None:
@@ -279,7 +293,7 @@ def _kernel_asked_for(given: Mapping[str, Any] | None) -> tuple[str | None, Mapp
     options = dict(given or {})
     kernel = options.pop("kernel", None)
     for name in options:
-        if name.removeprefix("fwd_").removeprefix("bwd_") not in _GPU_OPTIONS:
+        if not is_kernel_option(name):
             raise FlexCPError(
                 "kernel_options to have the key 'kernel' or options of torch's FlexKernelOptions",
                 repr(name),

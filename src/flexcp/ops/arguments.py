@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flexcp.errors import FlexCPError, require
+from flexcp.torch_names import function_mode_is_on
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +42,7 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         # Inside torch.compile, has_torch_function does not know of modes.
-        if torch._C._is_torch_function_mode_enabled() or has_torch_function(args):
+        if function_mode_is_on() or has_torch_function(args):
             return handle_torch_function(run, args, *args, **kwargs)
         return function(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.ops.interface import AttentionOp, OutputGradients, Saved
+from flexcp.torch_names import transforms_are_on
 
 
 def differentiable(
@@ -16,7 +17,7 @@ def differentiable(
 ) -> tuple[Tensor, ...]:
     """out, lse and the op's extras; gradients flow through the first two."""
     # What `torch.func` needs makes torch look up the function's signature in every call.
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = transforms_are_on()
     if not torch.is_grad_enabled() and not transformed:
         # No node: calls of a reentrant checkpoint are known by the number of the next one.
         return Attention.forward(op, q, k, v, sinks)
@@ -56,7 +57,7 @@ class Attention(torch.autograd.Function):
         tensors = ctx.saved_tensors  # once: a checkpoint gives them only once
         given = (ctx.op, ctx.outputs, ctx.has_sinks, grad_out, grad_lse, *tensors)
         grads: tuple[Tensor | None, ...]
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or transforms_are_on():
             grads = AttentionGradients.apply(*given)  # type: ignore[no-untyped-call]
         else:
             grads = AttentionGradients.forward(*given)

@@ -25,6 +25,7 @@ from flexcp.ops.local import local_op
 from flexcp.ops.mask_cache import MaskLike
 from flexcp.ops.sharded import ShardedAttention, sharded_op, tell_ranks_on_error
 from flexcp.plan import Plan
+from flexcp.torch_names import constant_in_graphs
 
 
 def compiled_local_attention(
@@ -58,6 +59,7 @@ def handle_of(mask: MaskLike | None) -> Tensor | None:
     return handle
 
 
+@constant_in_graphs
 def _constant_handle(mask: object) -> Tensor:
     if isinstance(mask, Mask) and not hasattr(mask, "mask_mod"):
         raise FlexCPError(
@@ -66,10 +68,6 @@ def _constant_handle(mask: object) -> Tensor:
             "make it outside and pass it in; it may be another one at every call",
         )
     return constant_handle(mask)
-
-
-# What `torch._dynamo.assume_constant_result` does, without importing dynamo.
-_constant_handle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compiled_sharded_attention(

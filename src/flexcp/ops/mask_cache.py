@@ -23,6 +23,13 @@ from flexcp.ops.arguments import check_mask_size
 MaskLike = BlockMask | BlockGrid | Mask | Callable[..., Tensor]
 
 
+class GraphMadeMask(BlockMask):
+    """A BlockMask that was made inside a compiled graph, of whose tensors its mask_mod is.
+
+    There, attention is computed from the mask_mod; outside, it is a BlockMask like any other.
+    """
+
+
 def compiled_shapes_for(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> CompiledShapes:
     """The compiled shapes of a mask for these tensors, from the cache if it was used before."""
     if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):

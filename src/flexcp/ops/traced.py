@@ -9,11 +9,11 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
@@ -22,12 +22,17 @@ from flexcp.kernels.interface import Plane
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.program import forbidden_columns
 from flexcp.kernels.score import ScoreFunction
+from flexcp.ops.arguments import needs_gradients
+from flexcp.ops.compiled import handle_of
 from flexcp.ops.dropout import traced_kept
 from flexcp.ops.fetch import fetch_of, fetch_rows
 from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 from flexcp.ops.positions import in_translation, looking_up, positions_of
 from flexcp.ops.sharded import shifted
+from flexcp.ops.traced_rows import allowed_pairs, attend_by_rows
+from flexcp.ops.traced_scores import attend_to_scores, modified, recomputed
 from flexcp.plan import Plan
+from flexcp.torch_names import compiles_for_many, constant_in_graphs
 
 _ROWS = 256
 
@@ -81,6 +86,7 @@ def _work(
     )
 
 
+@constant_in_graphs
 def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
     batch, heads, q_len, kv_heads, kv_len = sizes
     query = torch.empty(batch, heads, q_len, 1, device="meta")
@@ -88,6 +94,7 @@ def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
     return [_work(compiled_shapes_for(mask, query, key), batch, heads, kv_heads)]
 
 
+@constant_in_graphs
 def _sharded_work(
     plan: Plan, mask: str, batch: int, heads: int, kv_heads: int
 ) -> tuple[int, list[TracedWork]]:
@@ -99,11 +106,6 @@ def _sharded_work(
         keys = None if work.b is None else list(range(work.first, work.first + work.rows))
         found.append(_work(work.shapes, size, heads, kv_heads, work.b, keys))
     return len(fetch.ascending), found
-
-
-# What `torch._dynamo.assume_constant_result` does, without importing dynamo.
-_local_work._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_sharded_work._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def traced_local_attention(
@@ -119,16 +121,34 @@ def traced_local_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and the largest scores of one device, in operations that a compiler can see."""
     positions = positions_of(mask, q.device)
+    dropout = Dropout(dropout_p, seed, positions=positions) if seed is not None else None
+    if positions is None and compiles_for_many():
+        handle = handle_of(mask)
+        return attend_by_rows(q, k, v, handle, None, score_mod, scale, sinks, dropout)
     if positions is not None:
         score_mod = looking_up(score_mod, *positions)
     id(mask)  # makes dynamo guard on which object it is
-    _mark_static(q, k, v)
     work = _local_work(mask, *q.shape[:3], *k.shape[1:3])
-    dropout = Dropout(dropout_p, seed, positions=positions) if seed is not None else None
     found: tuple[Tensor, Tensor, Tensor] = in_translation(
         positions, _attend_to, q, k, v, work, score_mod, scale, sinks, None, dropout
     )
     return found
+
+
+def in_graph_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_mod: Callable[..., Tensor],
+    score_mod: ScoreFunction | None,
+    scale: float,
+    sinks: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and the largest scores of one device, with a mask that is made inside the graph."""
+    dropout = Dropout(dropout_p, seed) if seed is not None else None
+    return attend_by_rows(q, k, v, None, mask_mod, score_mod, scale, sinks, dropout)
 
 
 def traced_sharded_attention(
@@ -223,16 +243,7 @@ def _blocks(plane: Plane, q_len: int) -> list[_Block]:
         if not bounds:
             continue
         k0, k1 = min(b[0] for b in bounds), max(b[1] for b in bounds)
-        allowed = torch.zeros(q1 - q0, k1 - k0, dtype=torch.bool)
-        column = torch.arange(k0, k1)
-        for s in slabs:
-            i = torch.arange(s.rows)[:, None]
-            inside = (column >= s.k0 + i * s.k0_step) & (column < s.k1 + i * s.k1_step)
-            allowed[s.q0 - q0 : s.q1 - q0] |= inside
-        for t in tiles:
-            rows = slice(max(t.q0, q0), min(t.q1, q1))
-            part = t.bits[rows.start - t.q0 : rows.stop - t.q0]
-            allowed[rows.start - q0 : rows.stop - q0, t.k0 - k0 : t.k1 - k0] |= part
+        allowed = allowed_pairs(plane, q0, q1, k0, k1)
         forbidden, _ = forbidden_columns(allowed)
         edges = tuple((f.c0, f.c1, f.pairs) for f in forbidden)
         found.append(_Block(q0, q1, k0, k1, edges))
@@ -300,7 +311,7 @@ def _run_head_group(
     def rows(block: _Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         q_pos = work.q_positions[block.q0 : block.q1].to(device)
         kv_pos = work.kv_positions[block.k0 : block.k1].to(device)
-        scores = _modified(score_mod, q @ k.transpose(-1, -2), b, h, q_pos, kv_pos)
+        scores = modified(score_mod, q @ k.transpose(-1, -2), b, h, q_pos, kv_pos)
         for c0, c1, pairs in block.edges:
             edge = scores[..., c0:c1].masked_fill(pairs.to(device), -torch.inf)
             scores = torch.cat([scores[..., :c0], edge, scores[..., c1:]], dim=-1)
@@ -317,45 +328,24 @@ def _run_head_group(
                 dropout, b[:, None, None, None], h[:, None, None], q_pos[..., None],
                 kv_pos[..., None, :],
             )  # fmt: skip
-        return _attend(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
+        return attend_to_scores(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
 
+    trains = needs_gradients(query, key, value, sinks)
     parts: list[list[Tensor]] = []
     done = 0
     for block in work.blocks[heads.plane]:
         if block.q0 > done:
             parts.append(_fully_masked(q[:, :, done : block.q0], v, sink))
         keys = slice(block.k0, block.k1)
-        part = checkpoint(
-            lambda *x, block=block: rows(block, *x),
+        part = recomputed(
+            trains, lambda *x, block=block: rows(block, *x),
             q[:, :, block.q0 : block.q1], k[:, :, keys], v[:, :, keys],
-            use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
         parts.append(part)
         done = block.q1
     if done < q.shape[2]:
         parts.append(_fully_masked(q[:, :, done:], v, sink))
     return [torch.cat(found, dim=2) for found in zip(*parts, strict=True)]
-
-
-def _attend(
-    scores: Tensor, v: Tensor, sink: Tensor | None, kept: Tensor | None, factor: float
-) -> list[Tensor]:
-    """out, lse and largest score of rows whose scores are known; -inf marks forbidden pairs.
-
-    `kept` says which weights are not dropped, and are multiplied with `factor`.
-    """
-    highest = scores.detach().amax(-1)
-    logits = scores
-    if sink is not None:
-        logits = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1)
-    hidden = (logits == -torch.inf).all(-1, keepdim=True)
-    # Zeros in place of a row of -inf keep autograd away from inf - inf.
-    safe = logits.masked_fill(hidden, 0.0)
-    lse = torch.logsumexp(safe, dim=-1, keepdim=True)
-    weights = (safe - lse).exp().masked_fill(hidden, 0.0)[..., : scores.shape[-1]]
-    if kept is not None:
-        weights = torch.where(kept, weights * factor, 0.0)
-    return [weights @ v, lse.masked_fill(hidden, -torch.inf).squeeze(-1), highest]
 
 
 def _fully_masked(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
@@ -376,17 +366,3 @@ def _fully_masked_rows(
     sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
     out, lse, highest = _fully_masked(query.to(dtype), value, sink)
     return out.to(query.dtype), lse, highest
-
-
-def _modified(
-    score_mod: ScoreFunction, scores: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
-) -> Tensor:
-    mapped = score_mod
-    for dims in (
-        (0, None, None, None, 0),
-        (0, None, None, 0, None),
-        (0, None, 0, None, None),
-        (0, 0, None, None, None),
-    ):
-        mapped = torch.func.vmap(mapped, in_dims=dims)
-    return mapped(scores, b, h, q, kv)

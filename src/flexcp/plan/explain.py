@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flexcp.layout import Layout
 from flexcp.layout.balance.objective import Objective
+from flexcp.plan.saved_masks import mask_as_data
 from flexcp.schedule import Pass, Schedule, Transfers
 from flexcp.units import format_bytes, format_seconds
 
@@ -77,27 +79,37 @@ def plan_as_data(plan: Plan) -> dict[str, Any]:
     """Plain lists, numbers and texts."""
     shape = asdict(plan.shape)
     shape["dtype"] = str(plan.shape.dtype).removeprefix("torch.")
-    layout = plan.layout
     return {
         "seq_len": plan.seq_len,
         "ranks": list(plan.ranks.shape),
         "masks": {
-            name: {"name": grid.mask.name, "block_size": list(grid.block_size), **grid.counts()}
+            name: {
+                "name": grid.mask.name,
+                "block_size": list(grid.block_size),
+                **grid.counts(),
+                "steps": mask_as_data(grid.mask),
+            }
             for name, grid in plan.grids.items()
         },
         "shape": shape,
         "machine": asdict(plan.machine),
-        "layout": {
-            "name": layout.name,
-            "batch_elements": layout.batch_elements,
-            "rank": layout.rank.tolist(),
-            "start": layout.start.tolist(),
-            "stop": layout.stop.tolist(),
-        },
+        "layout": _layout(plan.layout),
         "schedules": {name: _schedule(s) for name, s in plan.schedules.items()},
+        "costs": {name: asdict(cost) for name, cost in plan.costs.items()},
         "stats": asdict(plan.stats()),
         "considered": [list(line) for line in plan.considered],
         "fingerprint": plan.fingerprint(),
+    }
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    return {
+        "name": layout.name,
+        "ranks": layout.ranks,
+        "batch_elements": layout.batch_elements,
+        "rank": layout.rank.tolist(),
+        "start": layout.start.tolist(),
+        "stop": layout.stop.tolist(),
     }
 
 
@@ -106,6 +118,8 @@ def _schedule(schedule: Schedule) -> dict[str, Any]:
         "name": schedule.name,
         "heads_group_size": schedule.heads_group_size,
         "groups": schedule.groups.ranks,
+        "group_layout": _layout(schedule.groups) if schedule.heads_group_size > 1 else None,
+        "outer": schedule.outer_schedule,
         "keeps_kv": schedule.keeps_kv,
         "heads": [
             {"q": [s.q.start, s.q.stop], "kv": [s.kv.start, s.kv.stop]} for s in schedule.heads

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,26 @@ class Machine:
     """Share of a transfer that can hide behind compute; the rest slows compute down."""
     backward: float = 2.5
     """Work of the backward pass, relative to forward."""
+    memory: float = 0.0
+    """Bytes of a rank's device; 0 if that is not known."""
 
     @classmethod
     def preset(cls, name: str) -> Machine:
-        """One of the machines in `PRESETS`."""
+        """One of the machines in `PRESETS`; the name of a GPU alone is that of nodes of 8.
+
+        >>> Machine.preset("H100") == Machine.preset("h100-ib")
+        True
+        """
+        asked = name.lower() if isinstance(name, str) else name
         for machine in PRESETS:
-            if machine.name == name:
+            if asked in (machine.name, machine.name.removesuffix("-ib")):
                 return machine
+        names = [m.name for m in PRESETS]
         raise FlexCPError(
-            f"a machine among {', '.join(m.name for m in PRESETS)}",
+            f"a machine among {', '.join(names)}",
             repr(name),
-            "pass one of those, a Machine of your own numbers, or Machine.measure()",
+            did_you_mean(name, names)
+            or "pass one of those, a Machine of your own numbers, or Machine.measure()",
         )
 
     @classmethod
@@ -65,14 +74,34 @@ class Machine:
         return cls("measured", flops, 1 << 30, bandwidth, bandwidth, latency, latency / 4, 50e-6)
 
 
+def _gpu(
+    name: str, tflops: float, intra: float, inter: float, memory: float
+) -> tuple[Machine, Machine]:
+    """A GPU in one NVLink (or xGMI) domain, and in nodes of 8: GB/s per direction, GB of memory."""
+    rate, near, far, size = tflops * 1e12, intra * 1e9, inter * 1e9, memory * 1e9
+    fabric = "xgmi" if name == "mi300x" else "nvlink"
+    one = (rate, 1 << 30, near, near, 8e-6, 1e-6, 10e-6)
+    many = (rate, 8, near, far, 12e-6, 1e-6, 10e-6)
+    return (
+        Machine(f"{name}-{fabric}", *one, memory=size),
+        Machine(f"{name}-ib", *many, memory=size),
+    )
+
+
 PRESETS = (
     Machine("cpu-gloo", 4e10, 1 << 30, 1.5e9, 1.5e9, 100e-6, 20e-6, 100e-6),
-    Machine("h100-nvlink", 4.5e14, 1 << 30, 3.5e11, 3.5e11, 8e-6, 1e-6, 10e-6),
-    Machine("h100-ib", 4.5e14, 8, 3.5e11, 4.5e10, 12e-6, 1e-6, 10e-6),
+    *_gpu("h100", tflops=450, intra=350, inter=45, memory=80),
+    *_gpu("a100", tflops=180, intra=230, inter=22, memory=80),
+    *_gpu("h200", tflops=450, intra=350, inter=45, memory=141),
+    *_gpu("b200", tflops=1000, intra=700, inter=45, memory=180),
+    *_gpu("mi300x", tflops=400, intra=310, inter=45, memory=192),
     Machine("pcie", 1.5e14, 1 << 30, 2.0e10, 2.0e10, 15e-6, 1e-6, 10e-6),
 )
-"""One CPU box with gloo, 8 H100 on NVLink, nodes of 8 H100 over InfiniBand (400 Gb/s each), a box
-of PCIe cards. The counts are no limit: any number of ranks can be priced."""
+"""One CPU box with gloo; GPUs in one NVLink (xGMI) domain, or in nodes of 8 with a network card
+each (InfiniBand or RoCE: 200 Gb/s for A100, else 400 Gb/s); a box of PCIe cards. Nothing here was
+measured: about 45 % of the data sheet's dense bfloat16 rate (57 % of A100's, 31 % of MI300X's, as
+attention kernels are said to reach), and 70 to 90 % of the links' rate. The counts are no limit:
+any number of ranks can be priced."""
 
 
 def _attention_flops(seconds: float) -> float:

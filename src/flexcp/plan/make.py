@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexcp.errors import FlexCPError, as_whole, require, whole_number
+from flexcp.errors import FlexCPError, as_whole, did_you_mean, require, whole_number
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.analysis.measured import IndexOutsideError
 from flexcp.grid.memo import grid_of_mask
@@ -84,7 +84,7 @@ def make_plan(
     4096
     """
     ranks = Ranks.of(mesh).connected()
-    _require_names(layout, schedule)
+    require_names(layout, schedule)
     seq_len, batch, head_dim, num_heads, num_kv_heads = (
         whole_number(name, value, at_least=1, fix=f"pass {name}=1 or more")
         for name, value in (
@@ -107,7 +107,7 @@ def make_plan(
     if machine is None or isinstance(machine, str):
         machine = Machine.preset(DEFAULT_MACHINE if machine is None else machine)
     require("machine", machine, Machine, "pass a preset's name, or a flexcp.Machine")
-    grids = _grids(mask, seq_len, block_size, shape)
+    grids = grids_of(mask, seq_len, block_size, shape)
     _require_layout(layout, seq_len, ranks.size, batch)
     problem = Problem(
         grids,
@@ -131,7 +131,10 @@ def make_plan(
     )
 
 
-def _grids(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> dict[str, BlockGrid]:
+def grids_of(
+    mask: Any, seq_len: int, block_size: int, shape: AttentionShape
+) -> dict[str, BlockGrid]:
+    """The block grid of every mask that a plan is made for, by name."""
     masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
     if not masks:
         raise FlexCPError("at least one mask", "an empty dict", "pass a mask, or a dict of masks")
@@ -259,18 +262,20 @@ def _expanded(grid: BlockGrid, shape: AttentionShape) -> BlockGrid:
     return BlockGrid(grid.q_len, grid.kv_len, grid.block_size, planes, grid.runs, grid.mask)
 
 
-def _require_names(layout: str | Layout, schedule: str) -> None:
+def require_names(layout: str | Layout, schedule: str) -> None:
+    """Raises for a layout or schedule that there is not."""
     if not isinstance(layout, Layout) and layout not in LAYOUTS:
         raise FlexCPError(
             f"a layout among {', '.join(LAYOUTS)}, or a Layout",
             repr(layout),
-            "pass one of those names, or a Layout made for this sequence",
+            did_you_mean(layout, LAYOUTS)
+            or "pass one of those names, or a Layout made for this sequence",
         )
     if schedule not in ("auto", *SCHEDULES):
         raise FlexCPError(
             f"a schedule among auto, {', '.join(SCHEDULES)}",
             repr(schedule),
-            "pass one of those names",
+            did_you_mean(schedule, ("auto", *SCHEDULES)) or "pass one of those names",
         )
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid
 from flexcp.layout import area_per_rank
-from flexcp.layout.balance.bound import imbalance_bound
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost
+from flexcp.plan.imbalance_bound import imbalance_bound
+from flexcp.plan.memory import rank_memory
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule
@@ -62,6 +63,9 @@ class Stats(Mapping[str, Any]):
     backward_seconds: float
     compute_seconds: float
     """What the slowest rank's work alone would take."""
+    memory_bytes_per_rank: tuple[int, ...]
+    """The most that one attention call takes at a time, in either pass, for the mask that needs
+    most: own tensors, rows of others, and gradients; `flexcp.plan.memory` has the parts."""
 
     def __getitem__(self, name: str) -> Any:
         """A number by its name."""
@@ -108,6 +112,9 @@ def make_stats(
         sum(c.forward for c in costs.values()),
         sum(c.backward for c in costs.values()),
         sum(c.compute for c in costs.values()),
+        tuple(
+            torch.stack([rank_memory(s, shape).peak for s in schedules.values()]).amax(0).tolist()
+        ),
     )
 
 

@@ -53,7 +53,7 @@ def traffic(
 
     kv_rows = rows(schedule.forward.moves) * kv_used
     forward = kv_rows * kv * per_row
-    held = _rows_held(schedule).repeat_interleave(group_size) * kv_used * kv * per_row
+    held = rows_held(schedule).repeat_interleave(group_size) * kv_used * kv * per_row
     back_rows = rows(schedule.backward.moves) + rows(schedule.backward.returns)
     backward = back_rows * kv * kv_used * per_row
     node = (torch.arange(schedule.ranks) // (ranks_per_node or schedule.ranks)).view(groups, -1)
@@ -89,7 +89,7 @@ def _from_other_nodes(table: Transfers, node: Tensor) -> Tensor:
     return found.index_add_(0, table.target, table.rows[:, None] * apart).reshape(-1)
 
 
-def _rows_held(schedule: Schedule) -> Tensor:
+def rows_held(schedule: Schedule) -> Tensor:
     """int64 [groups] Rows of K and V of others that a group has at the same time, at most."""
     groups, moves = schedule.groups.ranks, schedule.forward.moves
     if schedule.keeps_kv:

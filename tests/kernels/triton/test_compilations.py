@@ -74,7 +74,33 @@ for mask in kinds:
                 back = kernel.backward(q, q, k, v, q, found.lse, shapes, scale=1.0, grad_lse=lse)
             kernel.backward(q, q, k, v, q, found.lse, shapes, scale=1.0, grad_q=back.q)
         calls += 1
-print(json.dumps([calls, compiled]))
+without = {device: dict(counts) for device, counts in compiled.items()}
+from dataclasses import replace
+from flexcp.kernels.score import examine
+
+def scored(number, rows, heads):
+    table, scale = torch.full((3, heads, rows + 7 * number), 1.0), torch.tensor(1.0 * number)
+    table, slopes = table.transpose(0, 2) if number % 2 else table, torch.ones(heads)
+    if number % 2:
+        table = table.transpose(0, 2)
+    table.requires_grad_(), slopes.requires_grad_()
+    def function(s, b, h, q, k):
+        return torch.tanh(s * scale - slopes[h] * (q - k)) + table[b, h, q - k]
+    mod = examine(function, torch.float32, table.device)
+    return replace(mod, first_batch=number, first_head=3 * number)
+
+for number, mask in enumerate(kinds[:4]):
+    b, h, g, rows, keys = sizes[number]
+    grid = build_block_grid(mask, rows, keys, batch=b, heads=h)
+    shapes = CompiledShapes(shapes_of(grid))
+    q, k = torch.randn(b, h, rows, 64).bfloat16(), torch.randn(b, g, keys, 64).bfloat16()
+    mod = scored(number, rows, h)
+    no_device.arch = 80
+    tuning, _ = tuning_for("sm_80", 64, 64, torch.bfloat16, scored=True)
+    kernel = TritonKernel(tuning)
+    found = kernel.forward(q, k, k, shapes, scale=0.1 * number, score_mod=mod)
+    kernel.backward(q, q, k, k, q, found.lse, shapes, scale=1.0, score_mod=mod)
+print(json.dumps([calls, without, compiled[80]]))
 """
 
 
@@ -84,7 +110,9 @@ def test_32_calls_compile_each_kernel_once_by_address_and_by_descriptor() -> Non
         [sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    calls, compiled = json.loads(run.stdout)
+    calls, compiled, scored = json.loads(run.stdout)
     once = {"forward": 1, "prep": 1, "dq": 1, "dkdv": 1}
     assert calls == 32
     assert compiled == {"80": once, "90": once}
+    # Once more with a score function, whatever it captures; its two tensors have a kernel each.
+    assert scored == {"forward": 2, "prep": 1, "dq": 2, "dkdv": 2, "lookup_gradients": 2}

@@ -44,12 +44,21 @@ def loops(text):
                     found.append(len(body))
     return found
 
+slopes, table = (torch.zeros(shape, requires_grad=True) for shape in ((8,), (8, 8191)))
+
+def softcapped_alibi(s, b, h, q, k):
+    return 20 * torch.tanh((s - slopes[h] * (q - k)) / 20)
+
+def biased(s, b, h, q, k):
+    return softcapped_alibi(s, b, h, q, k) + table[h, q - k]
+
 rows = []
 for arch, name, dim, kind, tile in json.loads(sys.argv[1]):
     dtype, dropout = getattr(torch, kind.split()[0]), Dropout(0.1, 3) if "dropout" in kind else None
-    wishes = tile and f"{name}={tile}"
-    tuning = tuning_for(arch, dim, dim, dtype, wishes, dropout=dropout is not None)[0]
-    made = machine_code(arch, name, dim, dtype, tuning, dropout=dropout)
+    mod = {"scored": softcapped_alibi, "biased": biased}.get(kind.split()[-1])
+    needs = {"dropout": dropout is not None, "scored": mod is not None}
+    tuning = tuning_for(arch, dim, dim, dtype, tile and f"{name}={tile}", **needs)[0]
+    made = machine_code(arch, name, dim, dtype, tuning, dropout=dropout, score_mod=mod)
     rows.append({**asdict(made.report), "loops": loops(made.text),
                  "tf32": "tf32" in made.intermediate.lower() + made.text.lower()})
 print(json.dumps(rows))
@@ -65,7 +74,7 @@ LONGEST_LOOPS = {
 """Instructions of the forward kernel's loops at head dim 128, over full and partial tiles."""
 
 Wanted = tuple[str, str, int, str, str]
-"""Architecture, kernel, head dim, type (and whether weights are dropped), and a tile or ""."""
+"""Architecture, kernel, head dim, type (and what is done to scores or weights), a tile or ""."""
 KERNELS = ("forward", "dq", "dkdv")
 AT_64_AND_128 = [*product(NVIDIA, ("prep", *KERNELS), (64, 128), ["bfloat16"], [""])]
 AT_256 = [
@@ -77,7 +86,15 @@ DROPPING = [
     *product(["sm_80"], KERNELS, [128], ["bfloat16 dropout"], [""]),
     *product(["sm_90", "sm_100"], ["dkdv"], [128], ["bfloat16 dropout"], [""]),
 ]
+SCORED = [
+    *product(["sm_80"], KERNELS, [128], ["bfloat16 scored"], [""]),
+    *product(["sm_90"], ("forward", "dkdv"), [64], ["bfloat16 scored"], [""]),
+    ("sm_80", "captured 0", 64, "bfloat16 biased", ""),
+    ("sm_90", "captured 1", 64, "bfloat16 biased", ""),
+]
+"""By softcap and ALiBi; and the gradients of slopes and of a table of relative biases."""
 ON_AMD = [*product(["gfx942"], KERNELS, [128], ["float16"], [""])]
+TIGHT = [*DROPPING, *SCORED, *ON_AMD]
 LOOPS = [(arch, "forward", 128, "bfloat16", tile) for arch, tile in LONGEST_LOOPS]
 IN_FLOAT32 = [*product(["sm_80", "sm_90"], KERNELS, [16], ["float32"], ["16x16 w4 s1"])]
 
@@ -85,9 +102,7 @@ IN_FLOAT32 = [*product(["sm_80", "sm_90"], KERNELS, [16], ["float32"], ["16x16 w
 @pytest.fixture(scope="module")
 def reports() -> Mapping[Wanted, dict[str, Any]]:
     """Every kernel that a test here asks for: one process compiles them all, each once."""
-    wanted = list(
-        dict.fromkeys([*AT_64_AND_128, *AT_256, *SINGLE, *DROPPING, *ON_AMD, *LOOPS, *IN_FLOAT32])
-    )
+    wanted = list(dict.fromkeys([*AT_64_AND_128, *AT_256, *SINGLE, *TIGHT, *LOOPS, *IN_FLOAT32]))
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", COMPILE, json.dumps(wanted)],
@@ -107,7 +122,7 @@ def test_nothing_spills_and_all_fits_at_head_dims_64_and_128(
         assert (row["matrix_ops"] > 0) == (row["kernel"] != "prep"), row
 
 
-@pytest.mark.parametrize("wanted", [*AT_256, *SINGLE, *DROPPING, *ON_AMD])
+@pytest.mark.parametrize("wanted", [*AT_256, *SINGLE, *TIGHT])
 def test_nothing_spills_and_all_fits_where_it_is_tight(
     wanted: Wanted, reports: Mapping[Wanted, dict[str, Any]]
 ) -> None:

@@ -114,12 +114,12 @@ def test_nothing_is_preferred_where_that_is_not_wanted(flexcp, tiny, no_ranks):
     [
         (("--only", "engine"), "expected --only environment, kernels, ranks, speed, links"),
         (("--device", "abacus"), "expected --device cpu or cuda"),
-        (("--ranks", 0), "Invalid value for '--ranks'"),
-        (("--minutes", 0), "Invalid value for '--minutes'"),
+        (("--ranks", 0), "expected a value for --ranks: "),
+        (("--minutes", 0), "expected a value for --minutes: "),
     ],
 )
 def test_what_it_cant_do_is_refused(flexcp, asked, told):
-    assert told in " ".join(flexcp("doctor", *asked, code=2).err.replace("│", " ").split())
+    assert told.strip() in " ".join(flexcp("doctor", *asked, code=2).err.replace("│", " ").split())
 
 
 def test_ranks_of_torchrun_are_examined_together(tmp_path):

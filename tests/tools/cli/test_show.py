@@ -90,3 +90,17 @@ def test_a_million_tokens_on_62_ranks_are_shown_too(flexcp):
     out = flexcp("show", "causal & sliding_window(64K)", "--tokens", "1M", "--ranks", 62).out
     assert "1M tokens, 6.05% of pairs allowed; tiles of 128" in out
     assert "Z" in out, "the symbol of rank 61"
+
+
+def test_files_have_a_title_axes_and_a_legend(flexcp, tmp_path):
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    args = ("show", "causal & chunked(1K)", "--tokens", "8K", "--size", 64)
+    flexcp(*args, "--ranks", 3, "--out", svg)
+    texts = [node.text for node in ElementTree.parse(svg).iter() if node.tag.endswith("}text")]
+    for words in ("causal & chunked(1K)", "key position", "query position", "rank", "2", "8K"):
+        assert words in texts
+    flexcp(*args, "--out", svg)
+    assert "every pair allowed" in svg.read_text()
+    flexcp(*args, "--ranks", 40, "--out", png)
+    width, height = (int.from_bytes(png.read_bytes()[a : a + 4]) for a in (16, 20))
+    assert width > 512 < height

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 from browser import browser, needs_browser
 
 import flexcp
 from flexcp import masks
-from flexcp.tools.report import report_page, save_report, strategies
+from flexcp.tools.report import report_page, save_figure, save_report, strategies
 
 LENGTHS = [9000, 300, 5000, 1200, 500, 384]
 TITLE = "causal & document </script> <b>"
@@ -56,6 +57,22 @@ def test_the_page_needs_nothing_from_outside(report):
     text = report.read_text()
     assert not re.findall(r"https?://(?!www\.w3\.org)", text)
     assert "{{" not in text.split('id="data"')[0]
+
+
+@pytest.mark.parametrize(
+    "title",
+    ["{{style}} {{data}}", "</script><b>", "<!--", "\0\x1b", "\ud800", "a\nb", "']]>&amp;", "π 😀"],
+)
+def test_a_title_can_be_anything(title, tmp_path):
+    plan = flexcp.make_plan(masks.causal(), 256, 2)
+    compared = strategies(plan)[:1]
+    text = report_page(plan, title=title, compared=compared)
+    text.encode()
+    assert text.count("</script>") == report_page(plan, compared=compared).count("</script>")
+    data = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["tokens"] == 256
+    ElementTree.parse(save_figure(plan, tmp_path / "plan.svg", title=title))
 
 
 def test_the_data_are_the_numbers_of_the_plans(report, found):
@@ -253,6 +270,68 @@ def test_figures_have_names_for_those_who_cannot_see_them(page):
     assert all(labels)
     page.run("document.getElementById('numbers').open = true")
     assert page.run("document.querySelectorAll('#table tbody tr').length") == 6
+
+
+@needs_browser
+def test_the_text_and_the_legends_follow_the_choice(page, found):
+    assert page.text("#h-why") == "Why this plan"
+    chosen = page.text("#why")
+    assert "Exposed communication is" in chosen
+    assert "of a rank's memory" in chosen
+    page.click(".strategy:nth-child(3) input")
+    assert page.text("#h-why") == f"About {found[2].name}"
+    assert page.text("#why") != chosen
+    for words in ("full tile", "partial tile", "empty", "line: a document begins"):
+        assert words in page.text("#matrix-legend")
+    assert "computing on the busiest rank" in page.text("main")
+    assert "Memory" in page.text("#verdict")
+    assert "Between nodes" in page.text("#verdict")
+
+
+@needs_browser
+def test_a_click_shows_one_rank_alone_until_escape(page):
+    def picture():
+        return page.run("document.getElementById('matrix').toDataURL()")
+
+    whole = picture()
+    page.click("#work", 0.9, 0.8)
+    assert page.text("#isolated").startswith("Rank 5 alone is shown.")
+    page.point("h1", 0.5, 0.5)
+    assert picture() != whole, "it stays so when the pointer leaves"
+    page.press("Escape")
+    page.settle()
+    assert picture() == whole
+    page.click("#legend button:nth-child(2)")
+    assert page.text("#isolated").startswith("Rank 1 alone is shown.")
+
+
+@needs_browser
+def test_ranks_are_coloured_by_node_and_heads_chosen_where_they_are_shared(tab, tmp_path):
+    plan = flexcp.make_plan(masks.causal(), 1 << 13, (4, 4), num_heads=8, schedule="hybrid")
+    tab.errors.clear()
+    tab.open(save_report(plan, tmp_path / "heads.html"))
+
+    def picture():
+        return tab.run("document.getElementById('matrix').toDataURL()")
+
+    def select(name, value):
+        place = f"document.getElementById('{name}')"
+        tab.run(f"{place}.value = '{value}'; {place}.dispatchEvent(new Event('change'))")
+        tab.settle()
+
+    seen = {picture()}
+    for name, value in (("head", "0"), ("head", "7"), ("colours", "node"), ("head", "")):
+        select(name, value)
+        seen.add(picture())
+    assert len(seen) >= 4
+    assert "node 1: ranks 8–15" in tab.text("#legend")
+    assert tab.errors == []
+
+
+@needs_browser
+def test_labels_of_figures_are_sentences(page):
+    labels = page.run("[...document.querySelectorAll('canvas[aria-label]')].map(c => c.ariaLabel)")
+    assert all(40 < len(label) < 300 and label.endswith(".") for label in labels)
 
 
 @pytest.mark.parametrize(

@@ -63,5 +63,5 @@ def test_ranks_wait_as_long_as_the_settings_say(monkeypatch):
 
 
 def test_a_time_out_is_more_than_0():
-    with pytest.raises(FlexCPError, match="--timeout to be more than 0, got 0"):
+    with pytest.raises(FlexCPError, match="--timeout to be more than 0 and finite, got 0"):
         replace(TINY, timeout=0)

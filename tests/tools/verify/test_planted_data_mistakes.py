@@ -141,6 +141,7 @@ def test_a_model_that_mixes_the_tokens_of_a_rank():
     failure = flexcp.verify(Centred, make_batch(), mask=masks.causal()).first_failure
     assert failure.name == "positions"
     assert "a mean, a shift or a convolution over the sequence" in failure.cause
+    assert failure.fix.startswith("compute what mixes tokens over all ranks")
 
 
 class NumbersAcrossDocuments(Step):

@@ -107,8 +107,13 @@ def lookup_gradients(
         )
         row_hash, again = row_hashes(seed, batch + first_batch, head + first_head, q_positions)
         key_positions = kv_at + batch * kv_at_batch + cols
-    line_rows = tl.program_id(0).to(tl.int64) * BM + rows
-    places = line_rows[:, None] * width + cols[None, :]
+    if BY_ROW:
+        begin = tl.program_id(0).to(tl.int64) * BM
+    else:
+        begin = tl.program_id(0).to(tl.int64) * BM * width - first_key
+    values += begin
+    elements += begin
+    places = rows[:, None] * width + cols[None, :]
     sums = tl.zeros([BM], tl.float32)
 
     for at in tl.range(tl.load(full_start + line), tl.load(full_start + line + 1)):
@@ -137,8 +142,8 @@ def lookup_gradients(
                 which = ELEMENT(batch, head, q_index, key_index, given)
                 which = which + tl.zeros([BM, BN], tl.int64)
                 inside = (rows < rows_left)[:, None]
-                tl.store(values + places + (row - first_key), found, mask=inside)
-                tl.store(elements + places + (row - first_key), which, mask=inside)
+                tl.store(values + row + places, found, mask=inside)
+                tl.store(elements + row + places, which, mask=inside)
 
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
         row = tl.load(partial_tile + at) * BN
@@ -168,10 +173,10 @@ def lookup_gradients(
                 which = ELEMENT(batch, head, q_index, key_index, given)
                 which = which + tl.zeros([BM, BN], tl.int64)
                 inside = allowed & (rows < rows_left)[:, None]
-                tl.store(values + places + (row - first_key), found, mask=inside)
-                tl.store(elements + places + (row - first_key), which, mask=inside)
+                tl.store(values + row + places, found, mask=inside)
+                tl.store(elements + row + places, which, mask=inside)
 
     if BY_ROW:
         which = ELEMENT(batch, head, q_index, q_index, given) + tl.zeros([BM, 1], tl.int64)
-        tl.store(values + line_rows, sums, mask=rows < rows_left)
-        tl.store(elements + line_rows[:, None], which, mask=(rows < rows_left)[:, None])
+        tl.store(values + rows, sums, mask=rows < rows_left)
+        tl.store(elements + rows[:, None], which, mask=(rows < rows_left)[:, None])

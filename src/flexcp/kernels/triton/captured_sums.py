@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexcp.kernels.strips import deterministic_sums
 from flexcp.kernels.triton.available import captured_kernel
-from flexcp.kernels.triton.launch import Launch
+from flexcp.kernels.triton.launch import Launch, has_no_numbers
 
 if TYPE_CHECKING:
     from flexcp.kernels.score import ScoreMod
@@ -43,9 +43,12 @@ def parts_of(programs: int, rows: int, cols: int, keys: int, by_row: bool) -> It
 
     >>> [(p.first_program, p.programs, p.width) for p in parts_of(3, 64, 64, 1 << 16, False)]
     [(0, 2, 65536), (2, 1, 65536)]
+    >>> list(parts_of(3, 64, 64, 0, False))
+    []
     """
-    if by_row:
-        yield Part(0, programs, 0, 0)
+    if by_row or not keys:
+        if programs and keys:
+            yield Part(0, programs, 0, 0)
         return
     width = min(keys, max(cols, MOST_PAIRS // rows // cols * cols))
     step = max(1, MOST_PAIRS // (rows * width))
@@ -68,7 +71,7 @@ def captured_gradients(
         )
         for lookup in emitted.lookups
     }
-    for lookup in emitted.lookups:
+    for lookup in () if has_no_numbers(score.given[0]) else emitted.lookups:
         for values, elements in _written(score, lookup, launch, keys):
             add_in_order(totals[lookup.operand], values, elements)
     operands = [emitted.operands[i] for i in totals]
@@ -93,26 +96,32 @@ def _written(
     score: ScoreArguments, lookup: Lookup, launch: Launch, keys: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What the kernel writes of a lookup, part by part: gradients and elements, both flat."""
+    config = launch.config
+    for part in parts_of(launch.programs, config.rows, config.cols, keys, lookup.by_row):
+        made = launch_part(score, lookup, launch, part)
+        made.run(captured_kernel())
+        values, elements = made.arguments["values"], made.arguments["elements"]
+        if not lookup.by_row and "q" not in lookup.reads:
+            # All queries of a tile read the same of a key; those that don't attend read nothing.
+            values, elements = values.sum(1), elements.amin(1)
+        yield values.flatten(), elements.flatten()
+
+
+def launch_part(score: ScoreArguments, lookup: Lookup, launch: Launch, part: Part) -> Launch:
+    """The launch that writes a part, with the workspace for it."""
     size = score.emitted.operands[lookup.operand].numel()
     device, config = score.given[0].device, launch.config
     index = torch.int32 if size < 2**31 - 1 else torch.int64
-    by_row = "kv" not in lookup.reads
-    functions = score.functions
-    for part in parts_of(launch.programs, config.rows, config.cols, keys, by_row):
-        shape = (part.programs, config.rows) + (() if by_row else (part.width,))
-        values = torch.zeros(shape, dtype=torch.float32, device=device)
-        elements = torch.full(shape, size, dtype=index, device=device)
-        arguments: dict[str, Any] = {
-            **launch.arguments,
-            "values": values, "elements": elements, "first_program": part.first_program,
-            "first_key": part.first_key, "width": part.width, "BY_ROW": by_row,
-            "PULL": functions[f"pull_{lookup.number}"],
-            "ELEMENT": functions[f"element_{lookup.number}"],
-        }  # fmt: skip
-        Launch(launch.kernel, part.programs, arguments, config).run(captured_kernel())
-        if not by_row and "q" not in lookup.reads:  # each query of a tile reads the same of a key
-            values, elements = values.sum(1), elements.amin(1)
-        yield values.flatten(), elements.flatten()
+    shape = (part.programs, config.rows) + (() if lookup.by_row else (part.width,))
+    arguments: dict[str, Any] = {
+        **launch.arguments,
+        "values": torch.zeros(shape, dtype=torch.float32, device=device),
+        "elements": torch.full(shape, size, dtype=index, device=device),
+        "first_program": part.first_program, "first_key": part.first_key, "width": part.width,
+        "BY_ROW": lookup.by_row, "PULL": score.functions[f"pull_{lookup.number}"],
+        "ELEMENT": score.functions[f"element_{lookup.number}"],
+    }  # fmt: skip
+    return Launch(launch.kernel, part.programs, arguments, config)
 
 
 def add_in_order(total: Tensor, values: Tensor, elements: Tensor) -> None:

@@ -26,7 +26,8 @@ from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.interface import Partial, causal_shapes
 from flexcp.kernels.score import ScoreFunction, examine
 from flexcp.kernels.triton import kernel as launches
-from flexcp.kernels.triton.available import kernels, refuses, require_triton
+from flexcp.kernels.triton.available import captured_kernel, kernels, refuses, require_triton
+from flexcp.kernels.triton.captured_sums import Part, launch_part
 from flexcp.kernels.triton.launch import Launch
 from flexcp.kernels.triton.scoring import ScoreArguments
 from flexcp.kernels.triton.tuning import LESS_SHARED, Tuning, tuning_for
@@ -139,14 +140,15 @@ def machine_code(
 
     _require_known(arch)
     value_dim = value_dim or head_dim
-    tuning = (
-        tuning_for(arch, head_dim, value_dim, dtype, dropout=dropout is not None)[0]
-        if tuning is None
-        else tuning
-    )
+    if tuning is None:
+        drops, scored = dropout is not None, score_mod is not None
+        tuning, _ = tuning_for(arch, head_dim, value_dim, dtype, dropout=drops, scored=scored)
     launch = dict(_launches(head_dim, value_dim, dtype, tuning, dropout, score_mod))[name]
     forward, backward = kernels()
-    function = getattr(forward if name == "forward" else backward, launch.kernel)
+    captured = {"lookup_gradients": captured_kernel()}
+    function = captured.get(launch.kernel) or getattr(
+        forward if name == "forward" else backward, launch.kernel
+    )
     signature, constants = _signature(function, launch)
     is_amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[3:]), 32)
@@ -172,7 +174,10 @@ def _launches(
     dropout: Dropout | None,
     score_mod: ScoreFunction | None,
 ) -> Iterator[tuple[str, Launch]]:
-    """The launches of a small call, by the names of the kernels."""
+    """The launches of a small call, by the names of the kernels.
+
+    "captured 0" is for the first number that a score function reads from a tensor with a gradient.
+    """
     q, v = (torch.zeros(1, 2, 128, d, dtype=dtype) for d in (dim, value_dim))
     dq, out = q.float(), v.float()
     lse = out[..., 0].contiguous()
@@ -197,6 +202,10 @@ def _launches(
         if config is not None:
             made = launches.dkdv_launch(*given, dq, out, shapes, 1.0, config, wanted, *more)
             yield name, made
+    if score is not None:
+        whole = launches.lookup_launch(*given, shapes, 1.0, tuning.captured, dropout, score)
+        for i, lookup in enumerate(score.emitted.lookups):
+            yield f"captured {i}", launch_part(score, lookup, whole, Part(0, 1, 0, 128))
 
 
 def _signature(function: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -223,7 +232,7 @@ def _type_of(value: Tensor | int | float) -> str:
     """The type of an argument that has no type of its own in the kernel."""
     if isinstance(value, Tensor):
         return f"*{_TYPES[value.dtype]}"
-    return "fp32" if isinstance(value, float) else "i32"
+    return "fp32" if isinstance(value, float) else "i64"
 
 
 def _read_nvidia(compiled: Any) -> tuple[str, int, int]:

@@ -45,14 +45,14 @@ _HEADER = """\
 import triton
 import triton.language as tl
 from flexcp.kernels.triton.score_steps import (
-    counted_from_end, floor_divided, log1p, remainder, sigmoid, sign, tanh, truncated,
+    counted_from_end, floor_divided, log1p, remainder, sigmoid, sign, tanh, truncated, unpacked,
 )
 """
 _ARGUMENTS = "s, b, h, q, k, given"
 _BEGIN = (
     "s = s * given[4]",
-    "b = (b + given[2]).to(tl.int32)",
-    "h = (h + given[3]).to(tl.int32)",
+    "b = (b + unpacked(given[2])).to(tl.int32)",
+    "h = (h + unpacked(given[3])).to(tl.int32)",
 )
 _OTHER_NAMES = {"__rshift__": "bitwise_right_shift"}
 _NAMES = re.compile(r"[a-z]\w*")
@@ -68,6 +68,11 @@ class Lookup:
     """`pull_<number>` gives its gradient, `element_<number>` says which element it is."""
     reads: frozenset[str]
     """Which of b, h, q and kv say which element it is."""
+
+    @property
+    def by_row(self) -> bool:
+        """Whether all keys of a query read the same."""
+        return "kv" not in self.reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +172,7 @@ class _Emitter:
             if "score" in self.graph.nodes[index].reads:
                 raise UnknownStepError("a gradient for a tensor that is looked up by a score")
             if index in self.inside:
-                nowhere = f"given[{self._place(self.operands[operand]) + 1}]"
+                nowhere = f"n{self._place(self.operands[operand]) + 1}"
                 element = f"tl.where({self.inside[index]}, {element}, {nowhere})"
             pull, places = f"pull_{number_of}", f"element_{number_of}"
             parts.append(self._function(pull, f"g, {_ARGUMENTS}", lines, f"g * {of_number}"))
@@ -243,7 +248,7 @@ class _Emitter:
         for dim, ref in enumerate(node.args[1]):
             if self.graph.nodes[ref.node].dtype == torch.uint8:
                 raise UnknownStepError("a lookup by an index of type torch.uint8")
-            stride, size = (f"given[{place + 2 + 2 * dim + i}]" for i in range(2))
+            stride, size = (f"n{place + 2 + 2 * dim + i}" for i in range(2))
             term = self._operand(ref).as_whole
             at = f"i{index}_{dim}"
             text = f"({term.widened()} + 0)" if term.is_literal else term.widened()
@@ -267,8 +272,10 @@ class _Emitter:
         """Where a tensor is in `given`: its pointer, how many elements, strides and sizes."""
         if id(tensor) not in self.places:
             _require_readable(tensor)
-            taken = sum(2 + 2 * x.dim() for x in self.operands)
-            self.places[id(tensor)] = FIRST_OPERAND + taken
+            place = FIRST_OPERAND + sum(2 + 2 * x.dim() for x in self.operands)
+            for i in range(place + 1, place + 2 + 2 * tensor.dim()):
+                self.lines.append(f"n{i} = unpacked(given[{i}])")
+            self.places[id(tensor)] = place
             self.operands.append(tensor)
         return self.places[id(tensor)]
 

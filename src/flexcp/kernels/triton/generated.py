@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import threading
 import weakref
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+_lock = threading.Lock()
+
+
+def functions_of(source: str) -> Mapping[str, Any]:
+    """The Triton functions that a text defines, by their names; the same ones for all threads."""
+    with _lock:
+        return _defined(source)
+
 
 @lru_cache(maxsize=256)
-def functions_of(source: str) -> dict[str, Any]:
-    """The Triton functions that a text defines, by their names."""
+def _defined(source: str) -> Mapping[str, Any]:
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     name = f"<flexcp score function {digest}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)

@@ -125,7 +125,7 @@ class TritonKernel:
             launch.run(function.dkdv)
         captured: tuple[Tensor, ...] = ()
         if score_mod is not None and score is not None and score_mod.captured:
-            lookups = lookup_launch(*given, compiled, scale, self.tuning.dq, dropout, score)
+            lookups = lookup_launch(*given, compiled, scale, self.tuning.captured, dropout, score)
             captured = captured_gradients(score_mod, score, lookups, k.shape[2])
         return PartialGradients(found_q, found_k, found_v, captured)
 

@@ -61,3 +61,9 @@ def remainder(a, b):
 def counted_from_end(index, size):
     """An index that is not negative: those that are count from the end of a dimension."""
     return tl.where(index < 0, index + size, index)
+
+
+@triton.jit
+def unpacked(x):
+    """A whole number, from how it is passed: see `packed` in `scoring.py`."""
+    return (x - 1099511627793) >> 5

@@ -42,7 +42,7 @@ class ScoreArguments:
         found = emitted(mod)
         assert isinstance(found, EmittedScore), f"the registry lets no {found} through"
         positions = (compiled.positions("q", device), compiled.positions("kv", device))
-        numbers = (mod.first_batch, mod.first_head, float(scale))
+        numbers = (packed(mod.first_batch), packed(mod.first_head), float(scale))
         operands = (part for x in found.operands for part in _described(x, device))
         return cls(found, (*positions, *numbers, *operands))
 
@@ -50,10 +50,21 @@ class ScoreArguments:
 def _described(x: Tensor, device: torch.device) -> Iterator[Any]:
     x = x.detach().to(device).resolve_neg()
     yield x.view(torch.uint8) if x.dtype == torch.bool else x
-    yield x.numel()
+    yield packed(x.numel())
     for stride, size in zip(x.stride(), x.shape, strict=True):
-        yield stride
-        yield size
+        yield packed(stride)
+        yield packed(size)
+
+
+def packed(number: int) -> int:
+    """A number as it is passed inside of a tuple: 64 bits wide, never 1 nor a multiple of 16.
+
+    Triton compiles a kernel anew for numbers that are, and can't be told not to for a tuple's.
+
+    >>> packed(0) == 1099511627793, packed(16) % 16
+    (True, 1)
+    """
+    return (1 << 40) + (number << 5) + 17
 
 
 def score_constants(score: ScoreArguments | None, *names: str) -> dict[str, Any]:

@@ -48,6 +48,12 @@ class Tuning:
     arch: str = "interpreter"
     """What the table has them for."""
 
+    @property
+    def captured(self) -> TileConfig:
+        """For gradients of what score functions capture: no sums, but two numbers of each pair."""
+        rows, cols = min(self.dq.rows, 64), min(self.dq.cols, 32)
+        return replace(self.dq, rows=rows, cols=cols, stages=min(self.dq.stages, 2), tma=False)
+
     def __str__(self) -> str:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return ", ".join(f"{name}={x}" for name, x in named if isinstance(x, TileConfig))
@@ -134,6 +140,18 @@ _WITH_DROPOUT: Mapping[tuple[str, str, int], Mapping[str, Any]] = {
 }
 """What spills otherwise when weights are dropped."""
 
+_SCORED: Mapping[tuple[str, str, int], Mapping[str, Any]] = {
+    ("sm_80", "half", 64): {"dkdv": parse_tile("32x128 w8 s2")},
+    ("sm_90", "half", 64): {"dkdv": parse_tile("32x128 w8 s2 tma")},
+    ("sm_90", "half", 128): {"dkdv": parse_tile("32x64 w8 s2 tma")},
+    ("sm_100", "half", 64): {
+        "dq": parse_tile("128x64 w8 s2"),
+        "dkdv": parse_tile("32x128 w8 s2 tma"),
+    },
+    ("sm_100", "half", 128): {"dkdv": parse_tile("64x64 w8 s1 tma")},
+}
+"""Tiles for calls with a score function, where those of the table would spill registers."""
+
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What the table has entries for."""
 
@@ -164,6 +182,7 @@ def tuning_for(
     wishes: str = "",
     *,
     dropout: bool = False,
+    scored: bool = False,
 ) -> tuple[Tuning, tuple[str, ...]]:
     """How to compile the kernels for an architecture, and what there is to say about it.
 
@@ -174,6 +193,7 @@ def tuning_for(
         dtype: of all of them.
         wishes: "forward=128x64 w8 s3, dq=..." overrides what the table says.
         dropout: whether weights are dropped, which takes registers.
+        scored: whether there is a function on the scores, which takes registers.
 
     >>> found, why = tuning_for("sm_86", 64, 64, torch.bfloat16, "forward=64x64 w4 s2")
     >>> str(found.forward), why[0]
@@ -194,6 +214,8 @@ def tuning_for(
             found = _WITH_LESS_SHARED.get((kind, size), found)
         if dropout:
             found = replace(found, **_WITH_DROPOUT.get((known, kind, size), {}))
+        if scored and arch not in LESS_SHARED:
+            found = replace(found, **_SCORED.get((known, kind, size), {}))
     found = replace(found, arch=known)
     if wishes:
         named: dict[str, Any] = dict(_wish(part) for part in wishes.split(","))

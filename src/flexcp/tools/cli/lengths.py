@@ -136,6 +136,8 @@ def _bin(path: str, lengths: str, count: str) -> Bin:
         weight = float(count)
     except ValueError:
         raise _unreadable(path, f"{count!r} as a number of documents") from None
+    if not 0 <= weight < math.inf:
+        raise _unreadable(path, f"{count!r} as a number of documents")
     if not 1 <= len(bounds) <= 2 or max(bounds) < 1:
         raise _unreadable(path, f"{lengths!r} as a range of lengths")
     return Bin(max(1, bounds[0]), bounds[-1], weight)

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from flexcp.masks import Mask
 
 
+_MOST_TOKENS = 1 << 31
+"""Beyond, blocks of 128 tokens are more than can be analysed."""
+_MOST_OF_DOCUMENTS = 1 << 28
+"""Tokens of a mask of documents, which has a number for each."""
+
+
 @dataclass(frozen=True)
 class ReadMask:
     """A mask with what had to be known to make it."""
@@ -50,8 +56,12 @@ def read_mask(text: str, tokens: int | None) -> ReadMask:
         builder.tokens = builder.length_of(tree)
     if builder.tokens is None:
         raise FlexCPError("a sequence length", "none", "pass --tokens, such as --tokens 128K")
-    if builder.tokens < 1:
-        raise FlexCPError("at least one token", f"{builder.tokens}", "such as --tokens 128K")
+    if not 1 <= builder.tokens <= _MOST_TOKENS:
+        raise FlexCPError(
+            f"at least one token and at most {_MOST_TOKENS:,}",
+            f"{builder.tokens:,}",
+            "such as --tokens 128K",
+        )
     mask = builder.mask(tree)
     return ReadMask(mask, builder.tokens, tuple(builder.notes))
 
@@ -132,6 +142,8 @@ class _Builder:
         from flexcp import masks
 
         given = self._bound(call)
+        if "document" in call.name or "lengths" in given:
+            self._require_few(call)
         if call.name == "document":
             return masks.document(lengths=self._documents(call, given))
         if call.name == "documents":
@@ -173,6 +185,16 @@ class _Builder:
             found[name] = argument.value
         return found
 
+    def _require_few(self, call: NamedMask) -> None:
+        assert self.tokens is not None
+        if self.tokens > _MOST_OF_DOCUMENTS:
+            raise self._at(
+                call,
+                f"at most {_MOST_OF_DOCUMENTS:,} tokens of documents",
+                f"{self.tokens:,}",
+                "pass fewer --tokens",
+            )
+
     def _documents(self, call: NamedMask, given: Mapping[str, Any]) -> list[int]:
         assert self.tokens is not None
         if "lengths" not in given:
@@ -182,6 +204,10 @@ class _Builder:
         lengths = self._lengths(call, given["lengths"])
         if "seed" in given or isinstance(lengths[0], Bin):
             seed = int(self._number(call, given, "seed", 0))
+            if not any(x.most if isinstance(x, Bin) else x for x in lengths):
+                raise self._at(
+                    call, "a document of at least 1 token", "only empty ones", "such as [600, 400]"
+                )
             found = draw(lengths, self.tokens, seed)
             self._note(f"{len(found):,} documents drawn at random (seed {seed})")
             return found
@@ -250,9 +276,12 @@ class _Builder:
         if call.called or not _takes(found, (0, 0, 0, 0), {}):
             positional = [x.value for x in call.arguments if not x.name]
             named: dict[str, Any] = {x.name: x.value for x in call.arguments if x.name}
-            if not call.called:
-                known = inspect.signature(found).parameters
-                named = {x: self.tokens for x in ("seq_len", "tokens") if x in known}
+            known = inspect.signature(found).parameters
+            for name in ("seq_len", "tokens"):
+                # Injected, unless it was given: by name, or by its place.
+                if name in known and name not in named:
+                    with_length = {**named, name: self.tokens}
+                    named = with_length if _takes(found, positional, with_length) else named
             if not _takes(found, positional, named):
                 raise self._at(
                     call,

@@ -80,7 +80,6 @@ Tokens = Annotated[
         show_default=False,
     ),
 ]
-Ranks = Annotated[int, typer.Option(min=1, help="Devices that share the sequence.")]
 Mesh = Annotated[
     Any,
     typer.Option(
@@ -89,17 +88,45 @@ Mesh = Annotated[
         help="Devices that share the sequence; 8x8 for 8 groups of 8 that share heads.",
     ),
 ]
-Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+Heads = Annotated[int, typer.Option(min=1, metavar="N", help="Query heads.")]
 KvHeads = Annotated[
     int | None,
-    typer.Option(min=1, help="Key and value heads; as many as query heads if not given."),
+    typer.Option(
+        min=1, metavar="N", help="Key and value heads; as many as query heads if not given."
+    ),
 ]
-HeadDim = Annotated[int, typer.Option(min=1, help="Elements of a head.")]
-Dtype = Annotated[str, typer.Option(help="Type of Q, K and V.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="TYPE",
+        help="Type of Q, K and V.",
+        autocompletion=lambda: ["bfloat16", "float16", "float32", "float64"],
+    ),
+]
+LAYOUT_NAMES = (
+    "auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced",
+)  # fmt: skip
+SCHEDULE_NAMES = ("auto", "exchange", "ring", "allgather", "ulysses", "hybrid")
+LayoutName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help=f"{', '.join(LAYOUT_NAMES[:-1])} or {LAYOUT_NAMES[-1]}.",
+        autocompletion=lambda: list(LAYOUT_NAMES),
+    ),
+]
+ScheduleName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help=f"{', '.join(SCHEDULE_NAMES[:-1])} or {SCHEDULE_NAMES[-1]}.",
+        autocompletion=lambda: list(SCHEDULE_NAMES),
+    ),
+]
 BlockSize = Annotated[
     int, typer.Option(parser=size_of_option, metavar="SIZE", help="Tokens of a tile's side.")
 ]
-Batch = Annotated[int, typer.Option(min=1, help="Batch elements.")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Batch elements.")]
 Json = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON, for programs.")]
 Debug = Annotated[
     bool,

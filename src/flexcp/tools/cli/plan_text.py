@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flexcp.tools.cli.plan_code import wrapped_code
+from flexcp.tools.report.reasons import bytes_by_node, exposed_seconds, memory_parts
 from flexcp.units import format_bytes, format_count, format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -42,8 +44,16 @@ def columns(values: Sequence[float], top: float) -> str:
     return "".join(_STEPS[max(v > 0, min(8, round(8 * v / top)))] if top else " " for v in values)
 
 
-def print_plan(out: Console, found: Sequence[Strategy], why: Sequence[str], title: str) -> None:
-    """Everything about the first strategy, and how the others compare."""
+def print_plan(
+    out: Console,
+    found: Sequence[Strategy],
+    why: Sequence[str],
+    title: str,
+    *,
+    layers: int = 1,
+    code: str = "",
+) -> None:
+    """Everything about the first strategy, how the others compare, and the code that makes it."""
     plan, name = found[0].plan, found[0].name
     stats, shape = plan.stats(), plan.shape
     kv = "" if shape.num_kv_heads == shape.num_heads else f" ({shape.num_kv_heads} kv)"
@@ -73,61 +83,112 @@ def print_plan(out: Console, found: Sequence[Strategy], why: Sequence[str], titl
     if len(found) > 1:
         out.print()
         out.print(_strategies(found, out.width))
-    if len(plan.considered) > 1:
+    considered = _considered(found)
+    if considered is not None:
         out.print()
-        out.print(_considered(plan))
+        out.print(considered)
+    out.print()
+    out.print(_memory(plan, layers))
+    if code:
+        out.print()
+        code = wrapped_code(code, out.width)
+        most = max(map(len, code.splitlines()))
+        if most > out.width:
+            code = f"--json has the code of this plan; it takes {most} columns here."
+        out.print(Text(code))
     out.print()
     out.print(_ranks(plan, out.width))
 
 
 def _strategies(found: Sequence[Strategy], width: int) -> Table:
-    if width < _WIDE + 16:  # the longest names need as much
-        return _narrow_strategies(found)
+    """Without bars where lines are short: a name must not give way to them."""
+    wide = width >= _WIDE + 16
+    bars = 12 if width >= _WIDE + 40 else 0
     slowest = max(s.plan.stats().predicted_seconds for s in found)
     fastest = found[0].plan.stats().predicted_seconds
-    table = _table("strategy", "predicted", "", "×", "busiest rank", "received, forward")
-    table.columns[0].justify = table.columns[2].justify = "left"
-    for i, one in enumerate(found):
-        stats = one.plan.stats()
-        table.add_row(
-            one.name,
-            format_seconds(stats.predicted_seconds),
-            Text(bar(stats.predicted_seconds / slowest, 16), "green" if i == 0 else "blue"),
-            f"{stats.predicted_seconds / fastest:.2f}",
-            f"{stats.imbalance:.3f} ×",
-            format_bytes(max(stats.bytes_received_per_rank)),
-            style="bold" if i == 0 else None,
-        )
-    return table
-
-
-def _narrow_strategies(found: Sequence[Strategy]) -> Table:
-    """Without bars, and with short headings: a name must not give way to them."""
-    table = _table("strategy", "predicted", "busiest", "received")
+    several = found[0].plan.ranks.size > found[0].plan.machine.ranks_per_node
+    middle = ("×", "busiest", "waits") if wide else ()
+    far = ("far",) if wide and several else ()
+    table = _table(
+        "strategy", "predicted", *("",) * bool(bars), *middle, "received", *far, "memory"
+    )
     table.columns[0].justify = "left"
     for i, one in enumerate(found):
         stats = one.plan.stats()
-        table.add_row(
-            one.name,
-            format_seconds(stats.predicted_seconds),
-            f"{stats.imbalance:.2f} ×",
-            format_bytes(max(stats.bytes_received_per_rank)),
-            style="bold" if i == 0 else None,
-        )
-    table.caption = "received: forward, at most"
+        cells: list[str | Text] = [one.name, format_seconds(stats.predicted_seconds)]
+        if bars:
+            table.columns[2].justify = "left"
+            colour = "green" if i == 0 else "blue"
+            cells.append(Text(bar(stats.predicted_seconds / slowest, bars), colour))
+        if wide:
+            cells.append(f"{stats.predicted_seconds / fastest:.2f}" if fastest else "1.00")
+            cells += [f"{stats.imbalance:.3f} ×", format_seconds(exposed_seconds(one.plan))]
+        cells.append(format_bytes(max(stats.bytes_received_per_rank)))
+        if far:
+            cells.append(format_bytes(max(stats.bytes_received_between_nodes_per_rank)))
+        cells.append(format_bytes(max(stats.memory_bytes_per_rank)))
+        table.add_row(*cells, style="bold" if i == 0 else None)
+    told = ["received, forward, and peak memory of one layer: of the rank with most"]
+    told += ["far: received from other nodes"] if far else []
+    told += ["busiest: most work over the mean; waits: exposed communication"] if wide else []
+    table.caption = "; ".join(told)
     table.caption_justify = "left"
     return table
 
 
-def _considered(plan: Plan) -> Text:
-    """The planner's own candidates, the best few."""
-    shown = plan.considered[1:5]
-    rest = len(plan.considered) - 1 - len(shown)
+def _considered(found: Sequence[Strategy]) -> Text | None:
+    """The planner's own candidates, the best few that the table above does not have."""
+    plan = found[0].plan
+    listed = {
+        (schedule.name, format_seconds(one.plan.stats().predicted_seconds))
+        for one in found
+        for schedule in one.plan.schedules.values()
+    }
+    left = [
+        (name, seconds)
+        for name, seconds in plan.considered[1:]
+        if not any(kind in name and text == format_seconds(seconds) for kind, text in listed)
+    ]
+    if not left:
+        return None
+    shown = left[:4]
+    rest = len(left) - len(shown)
     text = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in shown)
     text = f"Also priced: {text}" + (f", and {rest} more." if rest > 0 else ".")
     if min(seconds for _, seconds in shown) < plan.considered[0][1]:
         text += " The cheaper ones hold more rows of others until the backward pass."
     return Text(text, "dim")
+
+
+def _memory(plan: Plan, layers: int) -> Table:
+    """What a rank's memory holds, and where its bytes come from."""
+    parts, (near, far) = memory_parts(plan), bytes_by_node(plan)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    rows = [
+        ("memory, peak", parts["peak"], "of one layer's attention, in its backward pass"),
+        ("  own", parts["own"], "Q, K, V, output and lse of the rank's own tokens"),
+        ("  received", parts["received"], "rows of other ranks, at a time"),
+        ("  kept", parts["kept"], "rows of others until the backward pass, swapped heads included"),
+    ]
+    if layers > 1:
+        whole = layers * (parts["own"] + parts["kept"])
+        rows.append(
+            (
+                "all layers",
+                whole,
+                f"own and kept of {layers} layers, at most, if nothing is recomputed",
+            )
+        )
+    rows += [
+        ("within nodes", near, "received by all ranks, forward and backward"),
+        ("between nodes", far, "received by all ranks, forward and backward"),
+    ]
+    for name, size, about in rows:
+        table.add_row(name, format_bytes(size), Text(about, "dim"))
+    return table
 
 
 def _ranks(plan: Plan, width: int) -> Table:
@@ -141,7 +202,7 @@ def _ranks(plan: Plan, width: int) -> Table:
     if plan.ranks.size > _TABLE_RANKS:
         return _compact(
             (
-                ("tokens", tokens, format_count),
+                ("tokens", tokens, _exact),
                 ("work, pairs", stats.area_per_rank, format_count),
                 ("received*", received, format_bytes),
             ),
@@ -181,6 +242,10 @@ def _compact(rows: Sequence[tuple[str, Sequence[int], object]], per_line: int) -
         )
     _explain_received(table)
     return table
+
+
+def _exact(count: float) -> str:
+    return f"{count:,.0f}"
 
 
 def _explain_received(table: Table) -> None:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexcp.errors import FlexCPError
-from flexcp.tools.cli.options import Batch, Debug, Heads, Json, MaskText, Tokens, size_of_option
+from flexcp.tools.cli.options import (
+    Batch,
+    Debug,
+    Heads,
+    Json,
+    LayoutName,
+    MaskText,
+    ScheduleName,
+    Tokens,
+    size_of_option,
+)
 
 if TYPE_CHECKING:
     from flexcp.grid import BlockGrid
@@ -29,13 +39,8 @@ def show(
         int | None,
         typer.Option(min=1, help="Colour each tile by the rank that computes it, among so many."),
     ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="auto, contiguous, head_tail, striped, per_document, ptrr or balanced."),
-    ] = "auto",
-    schedule: Annotated[
-        str, typer.Option(help="auto, exchange, ring, allgather or ulysses.")
-    ] = "exchange",
+    layout: LayoutName = "auto",
+    schedule: ScheduleName = "exchange",
     heads: Heads = 1,
     batch: Batch = 1,
     head: Annotated[int, typer.Option(min=0, help="Which head to show.")] = 0,
@@ -89,7 +94,7 @@ def show(
     if as_json:
         print_json(_summary(mask, grid, plan))
     if out is not None:
-        _write(wish.picture(size or 512, size or 512), out)
+        _write(wish, size or 512, out)
         note(f"written: {out}")
     elif not as_json:
         _print(wish, size)
@@ -117,15 +122,19 @@ class _Wish:
         )
 
 
-def _write(picture: Picture, out: Path) -> None:
+def _write(wish: _Wish, size: int, out: Path) -> None:
     from flexcp.tools.cli.files import writing
+    from flexcp.tools.report.annotated import AnnotatedPicture
 
+    picture = wish.picture(size, size)
+    ranks = None if wish.plan is None else wish.plan.ranks.size
+    annotated = AnnotatedPicture(picture, wish.grid.q_len, ranks)
     with writing(out):
         if out.suffix == ".svg":
-            picture.save_svg(out)
+            annotated.save_svg(out)
         else:
             # Small pictures are enlarged, so that they can be looked at.
-            picture.save_png(out, scale=max(1, 512 // max(picture.share.shape)))
+            annotated.save_png(out, scale=max(1, 512 // max(picture.share.shape)))
 
 
 def _print(wish: _Wish, size: int | None) -> None:

@@ -12,6 +12,8 @@ from flexcp.tools.cli.options import (
     FLAG,
     Debug,
     Json,
+    LayoutName,
+    ScheduleName,
     mesh_of_option,
     require_groups,
     size_of_option,
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from flexcp.tools.cli.train_screen import Screen
     from flexcp.tools.train import Finished, TrainConfig
 
-_MODEL, _PLACE, _PLAN = "Model", "Record", "Plan"
+_MODEL, _PLACE = "Model", "Record"
 
 
 def train(
@@ -77,19 +79,12 @@ def train(
     dtype: Annotated[
         str, typer.Option(help="float32 or float64.", rich_help_panel=_MODEL)
     ] = "float32",
-    layout: Annotated[
-        str,
-        typer.Option(
-            help="auto, contiguous, head_tail, striped, per_document, ptrr or balanced.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = "auto",
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="auto, exchange, ring, allgather, ulysses or hybrid.", rich_help_panel=_PLAN
-        ),
-    ] = "auto",
+    autocast: Annotated[
+        str | None,
+        unset("TYPE", "bfloat16: compute in it; weights and loss stay as they are."),
+    ] = None,
+    layout: LayoutName = "auto",
+    schedule: ScheduleName = "auto",
     out: Annotated[
         str,
         typer.Option(
@@ -143,10 +138,10 @@ def train(
     config = TrainConfig(
         data=data, out=out, steps=steps, tokens=tokens, batch=batch, seed=seed, lr=lr, dim=dim,
         document_tokens=document_tokens, layers=layers, heads=heads, kv_heads=kv_heads,
-        window=window, dtype=dtype, layout=layout, schedule=schedule, head_ranks=head_ranks,
-        device=device, checkpoint_every=checkpoint_every, eval_every=eval_every,
-        eval_sequences=eval_sequences, stop_after=stop_after, compare=compare, restart=restart,
-        timeout=timeout,
+        window=window, dtype=dtype, autocast=autocast, layout=layout, schedule=schedule,
+        head_ranks=head_ranks, device=device, checkpoint_every=checkpoint_every,
+        eval_every=eval_every, eval_sequences=eval_sequences, stop_after=stop_after,
+        compare=compare, restart=restart, timeout=timeout,
     )  # fmt: skip
     from flexcp.tools.cli.output import print_json
     from flexcp.tools.cli.train_screen import Screen, summary

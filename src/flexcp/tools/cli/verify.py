@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from flexcp.errors import FlexCPError
 from flexcp.tools.cli.options import FLAG, FUNCTION, Debug, Json, Tokens, unset
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def verify(
@@ -85,6 +83,8 @@ def verify(
     from flexcp.tools.import_by_name import import_name
     from flexcp.tools.verify import verify as run
 
+    whole = None if batch is None else import_name(batch)()
+    tokens = _length_of(whole, tokens)
     rule: Any = None
     if mask is not None:
         read = read_mask(mask, tokens or sum(lengths) or None)
@@ -93,7 +93,7 @@ def verify(
     size: dict[str, Any] = {} if tokens is None else {"seq_len": tokens}
     verdict = run(
         model,
-        None if batch is None else import_name(batch)(),
+        whole,
         parallel=None if step is None else import_name(step),
         single=None if single is None else import_name(single),
         mask=rule,
@@ -114,6 +114,23 @@ def verify(
         raise verdict.error
     if not verdict.passed:
         raise typer.Exit(1)
+
+
+def _length_of(batch: Any, asked: int | None) -> int | None:
+    """The tokens of a sequence of the batch, if there is one; raises if --tokens says another."""
+    if not isinstance(batch, Mapping):
+        return asked
+    from torch import Tensor
+
+    from flexcp.tools.verify.probes import tokens_name
+
+    ids = batch[tokens_name(batch)]
+    length = int(ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() > 1 else asked
+    if asked is not None and length != asked:
+        raise FlexCPError(
+            f"a batch of {asked} tokens, as --tokens says", f"{length}", "leave --tokens out"
+        )
+    return length
 
 
 def _lengths(text: str | None) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Where the examined ranks come from: started here through torchrun, or by a launcher before."""
+"""Where the examined ranks come from: started here, or by a launcher before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flexcp.tools.doctor.budget import Budget
 from flexcp.tools.doctor.examine import RankRunner, RanksEnd, Request, examine
 from flexcp.tools.doctor.findings import Diagnosis, Doing, Finding, Listener, hear_nothing
 from flexcp.tools.doctor.ranks import RankContext, examine_ranks
-from flexcp.tools.launch import run_ranks
+from flexcp.tools.launch import place_of_ranks, run_ranks
 
 _MARK = '{"doctor": '
 """How a line of a rank begins that is meant for the doctor."""
@@ -66,7 +66,7 @@ class LocalRanks:
 
         listen(Doing("ranks", f"starting {request.ranks} ranks", 60.0))
         argument = as_argument(request, seconds)
-        code = run_ranks(
+        exits = run_ranks(
             "flexcp.tools.doctor.worker",
             argument,
             request.ranks,
@@ -74,7 +74,7 @@ class LocalRanks:
             when_asked_to_stop=stop,
             show_logs=self.show_logs,
         )
-        lost = failures[0] or f"torchrun's exit code is {code}; --debug shows what they wrote"
+        lost = failures[0] or f"{exits}; --debug shows what ranks wrote"
         return RanksEnd("" if ended[0] else lost, interrupted[0])
 
 
@@ -106,7 +106,7 @@ def of_argument(text: str) -> tuple[Request, float]:
 
 
 @contextlib.contextmanager
-def joined(request: Request) -> Iterator[RankContext]:
+def joined(request: Request, store: str | None = None) -> Iterator[RankContext]:
     """This process as one of the ranks that a launcher has started: NCCL for GPUs, else gloo."""
     device = request.device
     if device.type == "cuda":
@@ -115,6 +115,7 @@ def joined(request: Request) -> Iterator[RankContext]:
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=request.budget.patience),
+        **place_of_ranks(store),
     )
     size = dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,))

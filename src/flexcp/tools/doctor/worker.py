@@ -1,4 +1,4 @@
-"""One rank that `flexcp doctor` has started through torchrun: says on stdout what is found."""
+"""One rank that `flexcp doctor` has started: says on stdout what is found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
     threading.Thread(target=follow_the_launcher, args=(stop,), daemon=True).start()
     request, seconds = of_argument(sys.argv[1])
     try:
-        with joined(request) as context:
+        with joined(request, sys.argv[2]) as context:
             examine_ranks(
                 context,
                 request.rank_checks(),

@@ -17,6 +17,17 @@ _PIXELS = 240
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
+def printable(title: str) -> str:
+    """A title without what no file can contain: control characters, halves of surrogate pairs.
+
+    >>> printable("a\\x00 <b>\\ud800")
+    'a\ufffd <b>\ufffd'
+    """
+    return "".join(
+        c if c.isprintable() or c == " " else " " if c.isspace() else "\ufffd" for c in title
+    )
+
+
 def save_figure(plan: Plan, path: str | Path, *, mask: str | None = None, title: str = "") -> Path:
     """Writes the figure of a plan, for one of its masks, and returns where.
 
@@ -28,7 +39,7 @@ def save_figure(plan: Plan, path: str | Path, *, mask: str | None = None, title:
     """
     name = mask if mask is not None else next(iter(plan.grids))
     grid, schedule, stats = plan.grids[name], plan.schedules[name], plan.stats()
-    title = title or name or grid.mask.name
+    title = printable(title) or name or grid.mask.name
     width, height = _MARGIN + _SIDE + 48 + _BARS + 12, _TOP + _SIDE + 74
     received = [
         a + b

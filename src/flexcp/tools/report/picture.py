@@ -17,10 +17,10 @@ from flexcp.layout import Layout
 from flexcp.layout.needed_rows import Pieces
 from flexcp.tools.report.palette import hexadecimal, rank_colours
 
-_EMPTY = (246, 247, 249)
-_SPARSE = (176, 206, 240)
-_DENSE = (36, 98, 178)
-_FULL = (13, 45, 96)
+EMPTY = (246, 247, 249)
+SPARSE = (176, 206, 240)
+DENSE = (36, 98, 178)
+FULL = (13, 45, 96)
 _FAINTEST = 0.3
 """Strength of a rank's colour where hardly anything is allowed: it must still be seen."""
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -61,14 +61,7 @@ class Picture:
     def save_png(self, path: str | Path, *, scale: int = 1) -> Path:
         """Writes a PNG file in which each pixel is `scale` wide."""
         pixels = self.pixels().repeat_interleave(scale, 0).repeat_interleave(scale, 1)
-        height, width, _ = pixels.shape
-        lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.flatten(1)], dim=1)
-        header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-        data = zlib.compress(bytes(lines.flatten().tolist()), 9)
-        chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
-        path = Path(path)
-        path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
-        return path
+        return write_png(pixels, path)
 
     def save_svg(self, path: str | Path, *, size: int = 512) -> Path:
         """Writes an SVG file: one rectangle for each stretch of equal pixels in a line."""
@@ -87,14 +80,14 @@ class Picture:
     def svg_shapes(self) -> str:
         """SVG rectangles on a background, one unit to a pixel."""
         height, width = self.share.shape
-        shapes = [f'<rect width="{width}" height="{height}" fill="{hexadecimal(_EMPTY)}"/>']
+        shapes = [f'<rect width="{width}" height="{height}" fill="{hexadecimal(EMPTY)}"/>']
         for y, line in enumerate(self.pixels().tolist()):
             x = 0
             while x < width:
                 end = x
                 while end < width and line[end] == line[x]:
                     end += 1
-                if tuple(line[x]) != _EMPTY:
+                if tuple(line[x]) != EMPTY:
                     fill = hexadecimal(tuple(line[x]))
                     shapes.append(
                         f'<rect x="{x}" y="{y}" width="{end - x}" height="1" fill="{fill}"/>'
@@ -105,7 +98,7 @@ class Picture:
     def pixels(self) -> Tensor:
         """uint8 [height, width, 3] The picture in colour."""
         empty, sparse, dense, full = (
-            torch.tensor(c, dtype=torch.float64) for c in (_EMPTY, _SPARSE, _DENSE, _FULL)
+            torch.tensor(c, dtype=torch.float64) for c in (EMPTY, SPARSE, DENSE, FULL)
         )
         share = self.share[..., None]
         if self.paint is not None:
@@ -184,6 +177,18 @@ def picture_by_rank(
     most.index_add_(0, line * layout.ranks + shown, size)
     owner = most.view(high, layout.ranks).argmax(1)
     return Picture(share, title or grid.mask.name, (paint * 255).clamp(0, 255), owner)
+
+
+def write_png(pixels: Tensor, path: str | Path) -> Path:
+    """Writes uint8 [height, width, 3] as a PNG file."""
+    height, width, _ = pixels.shape
+    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.flatten(1)], dim=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(lines.flatten().tolist()), 9)
+    chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
+    path = Path(path)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    return path
 
 
 def _half_blocks(pixels: Tensor, empty: Tensor, bits: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from flexcp.plan import Plan
+from flexcp.tools.report.figure import printable
 from flexcp.tools.report.report_data import report_data
 from flexcp.tools.report.strategies import Strategy, strategies
 
@@ -54,7 +56,9 @@ def report_page(
     compared: Sequence[Strategy] | None = None,
 ) -> str:
     """The page's text; see `save_report`."""
-    title = title or ", ".join(name or grid.mask.name for name, grid in plan.grids.items())
+    title = printable(title) or ", ".join(
+        name or grid.mask.name for name, grid in plan.grids.items()
+    )
     data = report_data(compared or strategies(plan), title=title, notes=notes)
     data["version"] = _version()
     parts = {
@@ -64,12 +68,8 @@ def report_page(
         # Within a script element only "</" and "<!--" could end it.
         "data": json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"),
     }
-    page = _asset("page.html")
-    for name, text in parts.items():
-        before, mark, after = page.partition("{{" + name + "}}")
-        assert mark, f"page.html has no place for {name}"
-        page = before + text + after
-    return page
+    # All places at once: a title may contain the name of another.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:

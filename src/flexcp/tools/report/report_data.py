@@ -11,11 +11,12 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid, BlockKind, Runs, build_block_grid
 from flexcp.grid.analysis.area import partial_tile_areas
+from flexcp.layout.work import Work
 from flexcp.plan import Plan
 from flexcp.plan.timeline import Spans, timeline
 from flexcp.tools.report.packed import pack_shares, pack_whole
 from flexcp.tools.report.palette import hexadecimal, rank_colours
-from flexcp.tools.report.reasons import reasons
+from flexcp.tools.report.reasons import bytes_by_node, exposed_seconds, memory_parts, reasons
 from flexcp.tools.report.strategies import Strategy
 
 _MOST_RUNS = 300_000
@@ -24,6 +25,8 @@ _MOST_AREAS = 150_000
 """Partial tiles up to which each one's area is told."""
 _MOST_VIEWS = 12
 """Patterns (masks, batch elements, heads) that can be looked at."""
+_MOST_SEAMS = 20_000
+"""Documents whose borders are shown."""
 _MOST_SPANS = 8192
 """Spans of one kind in a timeline; with more, only some of the ranks are shown."""
 
@@ -40,11 +43,13 @@ def report_data(found: Sequence[Strategy], *, title: str, notes: Sequence[str]) 
         "shape": shape,
         "machine": asdict(plan.machine),
         "notes": list(notes),
-        "why": reasons(found),
         "considered": [list(line) for line in plan.considered],
         "colours": [hexadecimal(c) for c in rank_colours(plan.ranks.size)],
         "views": _views(plan),
-        "strategies": [_strategy(s) for s in found],
+        "documents": _documents(plan),
+        "strategies": [
+            _strategy(s, reasons([s, *(o for o in found if o is not s)])) for s in found
+        ],
     }
 
 
@@ -111,8 +116,18 @@ def _row_by_row(runs: Runs) -> Tensor:
     return torch.cat([counts, torch.stack([runs.start - before, length], dim=1).reshape(-1)])
 
 
-def _strategy(strategy: Strategy) -> dict[str, Any]:
+def _documents(plan: Plan) -> list[list[int]]:
+    """For every layout's batch element, where documents begin; none if there are too many."""
+    grids = list(plan.grids.values())
+    elements = plan.layout.batch_elements
+    works = [Work.of(grids)] if elements == 1 else [Work.of(grids, b) for b in range(elements)]
+    seams: list[list[int]] = [work.seams.tolist() for work in works]
+    return [found if len(found) <= _MOST_SEAMS else [] for found in seams]
+
+
+def _strategy(strategy: Strategy, why: Sequence[str]) -> dict[str, Any]:
     plan = strategy.plan
+    near, far = bytes_by_node(plan)
     first = next(iter(plan.schedules.values()))
     start, stop, owner = plan.layout.by_row
     return {
@@ -122,6 +137,12 @@ def _strategy(strategy: Strategy) -> dict[str, Any]:
         "schedules": {n: s.name for n, s in plan.schedules.items()},
         "rounds": {n: s.forward.rounds for n, s in plan.schedules.items()},
         "group_sizes": {n: s.heads_group_size for n, s in plan.schedules.items()},
+        "heads": {n: [[h.q.start, h.q.stop] for h in s.heads] for n, s in plan.schedules.items()},
+        "why": list(why),
+        "memory": memory_parts(plan),
+        "near": near,
+        "far": far,
+        "exposed": exposed_seconds(plan),
         "batch_elements": first.layout.batch_elements,
         "tokens": plan.layout.counts.tolist(),
         "stats": asdict(plan.stats()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexcp.plan import Plan, make_plan
@@ -73,11 +74,12 @@ def chosen_strategy(plan: Plan) -> Strategy:
     return Strategy(name[:1].upper() + name[1:], about, plan)
 
 
-def strategies(plan: Plan) -> list[Strategy]:
+def strategies(plan: Plan, say: Callable[[str], None] | None = None) -> list[Strategy]:
     """The plan first, then others for the same masks and machine, the cheapest first.
 
-    Layouts that scatter single blocks are left out where they would take longer to price than all
-    the rest together: from some four million blocks times ranks on.
+    One that comes to the same as the plan, or as another, is left out; `say` is told what is being
+    priced. Layouts that scatter single blocks are left out where they would take longer to price
+    than all the rest together: from some four million blocks times ranks on.
 
     >>> import flexcp
     >>> plan = flexcp.make_plan(flexcp.masks.causal(), 8192, 4)
@@ -94,6 +96,8 @@ def strategies(plan: Plan) -> list[Strategy]:
             continue
         if layout == "ptrr" and rows * plan.ranks.size > _MOST_PIECES:
             continue
+        if say is not None:
+            say(f"pricing {name.lower()}")
         made = make_plan(
             plan.grids,
             plan.seq_len,
@@ -109,4 +113,13 @@ def strategies(plan: Plan) -> list[Strategy]:
         )
         others.append(Strategy(name, about, made))
     others.sort(key=lambda s: s.plan.stats().predicted_seconds)
-    return [chosen_strategy(plan), *others]
+    found = {_what_it_comes_to(s.plan): s for s in reversed([chosen_strategy(plan), *others])}
+    return list(found.values())[::-1]
+
+
+def _what_it_comes_to(plan: Plan) -> tuple[object, ...]:
+    """Equal for plans between which nobody could choose: the same schedule, price and bytes."""
+    stats = plan.stats()
+    kinds = tuple((s.name, s.heads_group_size) for s in plan.schedules.values())
+    size = max(stats.bytes_received_per_rank)
+    return kinds, f"{stats.predicted_seconds:.3g}", f"{size:.2g}", f"{stats.imbalance:.2f}"

@@ -110,6 +110,12 @@ def load(folder: Path, config: TrainConfig, data: str) -> Checkpoint | None:
             )
     assert found is not None
     config.require_resumable(found.config)
+    if not isinstance(found.step, int) or not 0 <= found.step <= config.steps:
+        raise FlexCPError(
+            f"a checkpoint in {folder} of one of the run's {config.steps} steps",
+            f"one of step {found.step!r}",
+            "choose another --out, or pass --restart to begin anew",
+        )
     if found.data != data:
         raise FlexCPError(
             f"the documents of the run in {folder}",

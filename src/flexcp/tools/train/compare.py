@@ -48,7 +48,7 @@ def compare_with_one_process(
         one_process_gradient_norm=_norm(own),
         gradient_difference=errors[worst],
         parameter=worst,
-        tolerance=_ROUNDINGS * tolerance(getattr(torch, config.dtype)),
+        tolerance=_ROUNDINGS * tolerance(getattr(torch, config.autocast or config.dtype)),
     )
 
 

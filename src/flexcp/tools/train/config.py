@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -63,6 +64,9 @@ got 3 heads; pass --kv-heads 1, or --heads 2
     """If given, every other layer sees only this many tokens back."""
     dtype: str = "float32"
     """Type of the weights: float32 or float64."""
+    autocast: str | None = None
+    """bfloat16, to compute the model and its attention in it while weights, gradients and the loss
+    stay as they are."""
     layout: str = "auto"
     """Who owns which tokens, as for `flexcp.make_plan`."""
     schedule: str = "auto"
@@ -87,6 +91,8 @@ got 3 heads; pass --kv-heads 1, or --heads 2
     """Seconds after which a rank that waits for another gives up."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _require_kind(field.name, str(field.type), getattr(self, field.name))
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 _refuse(name, "at least 1", getattr(self, name))
@@ -99,11 +105,13 @@ got 3 heads; pass --kv-heads 1, or --heads 2
         if self.tokens < 2:
             _refuse("tokens", "at least 2: a token, and the one that it predicts", self.tokens)
         for name in ("lr", "timeout"):
-            if not getattr(self, name) > 0:
-                _refuse(name, "more than 0", getattr(self, name))
+            if not 0 < getattr(self, name) < math.inf:
+                _refuse(name, "more than 0 and finite", getattr(self, name))
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in allowed:
                 _refuse(name, " or ".join(allowed), getattr(self, name))
+        if self.autocast not in (None, "bfloat16"):
+            _refuse("autocast", "bfloat16", self.autocast)
         if self.heads % self.kv_heads:
             raise FlexCPError(
                 f"query heads that are a multiple of the {self.kv_heads} key-value heads",
@@ -166,6 +174,27 @@ got 3 heads; pass --kv-heads 1, or --heads 2
         """What `to_json` wrote."""
         known = {f.name for f in fields(cls)}
         return cls(**{k: v for k, v in json.loads(text).items() if k in known})
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "a text"),
+    "bool": ((bool,), "true or false"),
+}
+"""What values of a field may be, and what to call that."""
+_MOST = 10**9
+"""Steps, tokens and the like, of a run that ends."""
+
+
+def _require_kind(name: str, kind: str, value: object) -> None:
+    if value is None and kind.endswith("| None"):
+        return
+    types, words = _KINDS[kind.split(" ")[0]]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        _refuse(name, words, repr(value))
+    if isinstance(value, int) and abs(value) > _MOST and name != "seed":
+        _refuse(name, f"at most {_MOST:,}", value)
 
 
 def _refuse(name: str, wanted: str, value: object) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from flexcp.errors import FlexCPError
 from flexcp.tools.train.events import Compared, Evaluated, Event, Stepped, from_line, to_line
 
 METRICS = "metrics.jsonl"
@@ -27,10 +28,16 @@ class Record:
         """What was recorded of the first `done` steps; what came after them is dropped."""
         record = cls(folder)
         path = folder / METRICS
-        lines = path.read_text().splitlines() if path.exists() and done else []
+        lines = path.read_text("utf-8", "replace").splitlines() if path.exists() and done else []
         kept = []
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             event = _parsed(line)
+            if event is None and number < len(lines):  # a kill can only cut the last line short
+                raise FlexCPError(
+                    f"a record of a run in {path}",
+                    f"something else in line {number}",
+                    "move the file away to go on without it, or pass --restart to begin anew",
+                )
             if event is not None and event.step <= done:
                 kept.append(line)
                 record._remember(event)
@@ -61,9 +68,12 @@ class Record:
 def _parsed(line: str) -> Stepped | Evaluated | Compared | None:
     try:
         event = from_line(line)
-    except ValueError:  # cut short by a kill
+    except (ValueError, TypeError, KeyError):  # cut short by a kill
         return None
-    return event if isinstance(event, (Stepped, Evaluated, Compared)) else None
+    if not isinstance(event, (Stepped, Evaluated, Compared)):
+        return None
+    numbers = [x for name, x in asdict(event).items() if name != "parameter"]
+    return event if all(type(x) in (int, float) for x in numbers) else None
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine through torchrun, and listening to them.
+"""Starting the ranks of a run on this machine, and listening to them.
 
 Imports no torch: the ranks do.
 """
@@ -30,7 +30,7 @@ def launch(
         ranks: Processes.
         listen: Called with everything that rank 0 reports.
         when_asked_to_stop: Called at the first interruption.
-        show_logs: Whether to pass on what ranks and torchrun write to stderr.
+        show_logs: Whether to pass on what ranks write to stderr.
     """
     config.require_ranks(ranks)
     failures: list[Failed] = []
@@ -45,7 +45,7 @@ def launch(
                 finished.append(event)
             listen(event)
 
-    code = run_ranks(
+    ended = run_ranks(
         "flexcp.tools.train.worker",
         config.to_json(),
         ranks,
@@ -53,18 +53,14 @@ def launch(
         when_asked_to_stop=when_asked_to_stop,
         show_logs=show_logs,
     )
-    if failures:
-        raise _cause(failures)
-    if not finished:
+    own = next((f for f in failures if not f.consequence), None)
+    if own is not None:  # it says more than that others missed this rank
+        raise FlexCPError(own.expected, own.got, own.fix)
+    if failures or not finished:
         raise FlexCPError(
             "every rank to finish",
-            f"ranks that ended without a word (torchrun's exit code is {code})",
-            "pass --debug to see what they wrote; if memory ran out, pass fewer --tokens",
+            str(ended),
+            "run the same command again to go on from the last checkpoint; pass --debug to see "
+            "what ranks wrote; if memory ran out, pass fewer --tokens",
         )
     return finished[-1]
-
-
-def _cause(failures: list[Failed]) -> FlexCPError:
-    """What a rank did by itself says more than that others missed it."""
-    first = next((f for f in failures if not f.consequence), failures[0])
-    return FlexCPError(first.expected, first.got, first.fix)

@@ -30,9 +30,12 @@ class RankBatch:
     plan: Plan | None
     """Who owns which tokens of this batch; None in one process."""
     plan_seconds: float
+    autocast: bool = False
+    """Whether the model is computed in bfloat16."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
-        """Attention of these rows over the whole sequence."""
+        """Attention of these rows over the whole sequence, in the type of the values."""
+        q, k = q.to(v.dtype), k.to(v.dtype)  # rotated in float32, if autocast is on
         if self.plan is None:
             out = flex_attention(q, k, v, block_mask=self.masks[kind], enable_gqa=True)
         else:
@@ -80,7 +83,7 @@ def rank_batch(batch: PackedBatch, config: TrainConfig, team: Team) -> RankBatch
         num_heads=config.heads,
         num_kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        dtype=getattr(torch, config.dtype),
+        dtype=getattr(torch, config.autocast or config.dtype),
         batch=sequences,
         machine="cpu-gloo" if config.device == "cpu" else None,
     )
@@ -93,13 +96,17 @@ def rank_batch(batch: PackedBatch, config: TrainConfig, team: Team) -> RankBatch
         restart_positions=True,
     )
     local = {n: x.to(config.device) if isinstance(x, Tensor) else x for n, x in local.items()}
-    return RankBatch(local, by_kind, None if alone else plan, seconds)
+    half = config.autocast is not None
+    return RankBatch(local, by_kind, None if alone else plan, seconds, half)
 
 
 def loss_of(model: ByteTransformer, mine: RankBatch) -> Tensor:
     """This rank's part of the loss; the parts of all ranks add up to that of one process."""
     local = mine.local
-    logits = model(local["input_ids"], local["position_ids"], mine.attend)
+    weight = model.embedding.weight
+    with torch.autocast(weight.device.type, dtype=torch.bfloat16, enabled=mine.autocast):
+        logits = model(local["input_ids"], local["position_ids"], mine.attend)
+    logits = logits.to(weight.dtype)
     labels, scored = local["labels"], local["num_scored"]
     assert isinstance(labels, Tensor)
     assert isinstance(scored, int)

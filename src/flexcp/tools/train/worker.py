@@ -1,6 +1,6 @@
 """One rank of a run: joins the others, trains, and says on stdout what happens.
 
-`flexcp train` starts it through torchrun: python -m flexcp.tools.train.worker '{"steps": 100}'
+`flexcp train` starts it: python -m flexcp.tools.train.worker '{"steps": 100}' STORE
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexcp.errors import FlexCPError
 from flexcp.testing.processes import is_consequence
-from flexcp.tools.launch import follow_the_launcher
+from flexcp.tools.launch import follow_the_launcher, place_of_ranks
 from flexcp.tools.train.config import TrainConfig
 from flexcp.tools.train.events import Event, Failed, Finished, Listener, to_line
 from flexcp.tools.train.loop import require_device, train
@@ -33,9 +33,16 @@ _LONGEST = 1000
 
 
 def train_on_ranks(
-    config: TrainConfig, *, listen: Listener, should_stop: Callable[[], bool]
+    config: TrainConfig,
+    *,
+    listen: Listener,
+    should_stop: Callable[[], bool],
+    store: str | None = None,
 ) -> Finished:
-    """Trains as one of the ranks that torchrun, or a cluster, has started."""
+    """Trains as one of the ranks that torchrun, a cluster, or `run_ranks` has started.
+
+    The last of them has a file, `store`, through which ranks find each other.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if config.device == "cuda":
         require_device(config, local_rank)
@@ -43,6 +50,7 @@ def train_on_ranks(
     dist.init_process_group(
         "nccl" if config.device == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.timeout),
+        **place_of_ranks(store),
     )
     try:
         mesh = _mesh(config)
@@ -89,7 +97,8 @@ def main() -> None:
     with stop_on_signals() as stop:
         threading.Thread(target=follow_the_launcher, args=(stop,), daemon=True).start()
         try:
-            train_on_ranks(TrainConfig.from_json(sys.argv[1]), listen=_say, should_stop=stop.is_set)
+            config, store = TrainConfig.from_json(sys.argv[1]), sys.argv[2]
+            train_on_ranks(config, listen=_say, should_stop=stop.is_set, store=store)
         except Exception as error:
             traceback.print_exc()
             with contextlib.suppress(BrokenPipeError):

@@ -221,9 +221,7 @@ def _compare_queries(evidence: Evidence, keys: list[str]) -> Check:
                 float(error.max()),
                 evidence.precision,
                 evidence.at(place),
-                _who_counts(evidence),
-                "give the model position_ids of the whole sequence (flexcp.shard_batch makes "
-                "them), and let it compute its position encoding from them",
+                *_who_counts(evidence),
             )
     if not compared and not keys:
         return not_observed("positions", "neither position ids nor rows of q and k were seen")
@@ -237,14 +235,22 @@ def _by_row(x: Tensor) -> Tensor | None:
     return x.transpose(1, 2).flatten(2).flatten(0, 1) if x.dim() == 4 else None
 
 
-def _who_counts(evidence: Evidence) -> str:
+_GIVE_POSITIONS = (
+    "give the model position_ids of the whole sequence (flexcp.shard_batch makes them), and let it "
+    "compute its position encoding from them"
+)
+
+
+def _who_counts(evidence: Evidence) -> tuple[str, str]:
+    """Why q and k differ before the first attention, and what to do about it."""
     assert evidence.places is not None
     for rank, one in enumerate(evidence.together):
         rows = evidence.places[rank].numel() // evidence.tokens.shape[0]
         if rows in one.counted and rows not in evidence.alone.counted:
             return (
                 f"positions are local: the model calls torch.arange({rows}) on rank {rank}, which "
-                "counts its rows from 0"
+                "counts its rows from 0",
+                _GIVE_POSITIONS,
             )
     alone, ranks = evidence.alone.calls, [one.calls for one in evidence.together]
     whole = evidence.by_place(_by_row(alone[0].v), evidence.places_alone)
@@ -254,6 +260,11 @@ def _who_counts(evidence: Evidence) -> str:
         if float(error) > evidence.precision:  # rotary positions leave values alone
             return (
                 "something before the first attention depends on which tokens share a rank: a "
-                "mean, a shift or a convolution over the sequence, or positions added to embeddings"
+                "mean, a shift or a convolution over the sequence, or positions added to "
+                "embeddings",
+                "compute what mixes tokens over all ranks (sum and count with an all-reduce), or "
+                "on the whole sequence before it is sharded; if positions are added to "
+                "embeddings, pass the position_ids that flexcp.shard_batch makes",
             )
-    return "the position encoding of a rank's rows is not that of the whole sequence"
+    cause = "the position encoding of a rank's rows is not that of the whole sequence"
+    return cause, _GIVE_POSITIONS

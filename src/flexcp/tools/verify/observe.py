@@ -19,6 +19,7 @@ from torch.nn import functional
 from flexcp.compat.intercept import SDPA, Interception
 from flexcp.errors import FlexCPError
 from flexcp.ops import attention
+from flexcp.torch_names import is_in_backward_pass
 
 _CASTS = (Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.type_as)
 _WATCHED = frozenset({attention, functional.embedding, torch.arange, *_CASTS})
@@ -111,7 +112,7 @@ def loss_of(result: Any) -> Tensor:
 def _hooks(model: nn.Module, seen: Observation, outputs: list[Any]) -> Iterator[None]:
     def given(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if _in_backward():
+            if is_in_backward_pass():
                 return
             if not name:
                 seen.counted.clear()  # what was counted before the model began is the step's affair
@@ -122,7 +123,7 @@ def _hooks(model: nn.Module, seen: Observation, outputs: list[Any]) -> Iterator[
         return hook
 
     def returned(_: nn.Module, __: Any, output: Any) -> None:
-        if not _in_backward():
+        if not is_in_backward_pass():
             logits = _logits(output)
             if logits is not None and logits.requires_grad and not logits.is_leaf:
                 logits.retain_grad()
@@ -158,12 +159,12 @@ class _Watch(Interception):
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if not (torch.compiler.is_dynamo_compiling() or _in_backward()):
+        if not (torch.compiler.is_dynamo_compiling() or is_in_backward_pass()):
             self.seen.calls.append(_call(func, args, kwargs, result))
         return result
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func not in _WATCHED or torch.compiler.is_dynamo_compiling() or _in_backward():
+        if func not in _WATCHED or torch.compiler.is_dynamo_compiling() or is_in_backward_pass():
             return func(*args, **kwargs)
         if func is attention:
             return self._attention(func, args, kwargs)
@@ -207,11 +208,6 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     options = {**dict(zip(names, args[3:], strict=False)), **kwargs}
     kept = {n: options.get(n) for n in ("is_causal", "attn_mask", "block_mask")}
     return AttentionCall(func.__name__, q, k, v, out, options=kept)
-
-
-def _in_backward() -> bool:
-    """Whether this is a recomputation: what it sees has been seen."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _is_integer(x: Any) -> bool:

@@ -22,6 +22,7 @@ from flexcp.masks import Mask, MaskMod, causal, full
 from flexcp.ops import flex_attention
 from flexcp.plan import Plan, make_plan
 from flexcp.tools.verify.observe import AttentionCall, _logits
+from flexcp.torch_names import constant_in_graphs
 
 _TOKENS = ("input_ids", "tokens", "inputs", "input", "ids", "idx", "x")
 _POSITIONS = ("position_ids", "positions", "pos", "input_pos")
@@ -201,7 +202,7 @@ def _refuse_torch_flex() -> NoReturn:
 
 
 # Run while dynamo traces the operator: it can't trace errors.
-_refuse_torch_flex._dynamo_marked_constant = True  # type: ignore[attr-defined]
+constant_in_graphs(_refuse_torch_flex)
 
 
 def _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):  # type: ignore[no-untyped-def]

@@ -151,7 +151,9 @@ def check_scaling(evidence: Evidence) -> Check:
     return Check(
         "scaling",
         "failed",
-        f"a token of rank {rank} weighs {weight:.4g} of its share instead of {best:g}",
+        "a token of rank {} weighs {} of its share instead of {}".format(
+            rank, *apart(weight, best)
+        ),
         max(off),
         limit,
         f"rank {rank}, which scores {counts[rank]} of {sum(counts)} tokens",
@@ -209,8 +211,9 @@ def check_loss(evidence: Evidence) -> Check:
             return Check(
                 "loss",
                 "failed",
-                f"{evidence.losses}: {_combined(losses, evidence.losses):.6g}, one process "
-                f"{expected:.6g}",
+                "{}: {}, one process {}".format(
+                    evidence.losses, *apart(_combined(losses, evidence.losses), expected)
+                ),
                 error,
                 evidence.loss_precision,
                 "ranks have " + ", ".join(f"{x:.6g}" for x in losses),
@@ -221,6 +224,19 @@ def check_loss(evidence: Evidence) -> Check:
             )
         worst = max(worst, error)
     return Check("loss", "passed", f"{evidence.losses}: {text}", worst, evidence.loss_precision)
+
+
+def apart(a: float, b: float) -> tuple[str, str]:
+    """Two figures with six digits, or with as many as it takes to tell them apart.
+
+    >>> apart(0.5, 0.25), apart(1.0, 1.00000001)
+    (('0.5', '0.25'), ('1', '1.00000001'))
+    """
+    for digits in range(6, 18):
+        texts = (f"{a:.{digits}g}", f"{b:.{digits}g}")
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def _combined(losses: Sequence[float], way: str) -> float:

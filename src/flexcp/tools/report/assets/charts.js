@@ -32,10 +32,18 @@ function drawStrip() {
     ctx.lineWidth = 1.5;
     ctx.strokeRect(area.x * width + 0.75, top - 2.25, Math.max(3, area.w * width) - 1.5, high + 4.5);
   }
+  const seams = documents(), shownSeams = seams.length && seams.length <= width / 4;
+  if (shownSeams) {
+    ctx.fillStyle = themeColour("ink");
+    for (const t of seams) ctx.fillRect(t / DATA.tokens * width - 0.5, top, 1, high);
+  }
+  $("strip-legend").textContent = "Across: position of the token in the sequence. A column has the colours of its owners." +
+    (shownSeams ? ` The ${asWhole(seams.length)} lines are where documents begin.` : seams.length ? ` ${asWhole(seams.length + 1)} documents, too many to draw.` : "") +
+    (matrixZoom.area.w < 1 ? " The frame is what the matrix shows." : "");
   const runs = owners.start.length;
   $("strip-note").textContent = `${strategy().layout} layout: ${asWhole(runs)} run${runs === 1 ? "" : "s"} of tokens, ` +
     `${asWhole(Math.min(...strategy().tokens))} to ${asWhole(Math.max(...strategy().tokens))} tokens per rank`;
-  stripCanvas.setAttribute("aria-label", `Owners of the tokens from first to last, in ${asWhole(runs)} runs on ${DATA.ranks} ranks`);
+  stripCanvas.setAttribute("aria-label", `The owners of the tokens from first to last: ${asWhole(runs)} runs on ${DATA.ranks} ranks.`);
 }
 const redrawStrip = framed(drawStrip);
 
@@ -108,12 +116,14 @@ function drawBars(which) {
   ctx.textAlign = "center";
   const every = Math.max(1, Math.ceil(26 / each));
   for (let i = 0; i < order.length; i += every) ctx.fillText(order[i], Math.min(left + (i + 0.5) * each, width - 7), height - 6);
+  ctx.textAlign = "left";
+  ctx.fillText("rank", 2, height - 6);
   const most = Math.max(...totals);
   const caption = which === "work"
     ? [element("b", { textContent: "Allowed pairs" }), ` · busiest ${asCount(most)}, ${(most / (mean || 1)).toFixed(3)} × the mean (dashed)`]
     : [element("b", { textContent: "Bytes received" }), ` · forward, and backward (pale) · at most ${asBytes(most)}, mean ${asBytes(mean)}`];
   $(which + "-caption").replaceChildren(...caption);
-  $(which).setAttribute("aria-label", `${caption.map(c => c.textContent || c).join("")}; the table below has all numbers`);
+  $(which).setAttribute("aria-label", `${caption.map(c => c.textContent || c).join("")}; the table below has all numbers.`);
 }
 const redrawBars = framed(() => { drawBars("work"); drawBars("traffic"); });
 
@@ -128,5 +138,13 @@ for (const which of ["work", "traffic"]) {
       `receives ${asBytes(stats.bytes_received_per_rank[rank])} forward, ${asBytes(stats.backward_bytes_received_per_rank[rank])} backward`));
   });
 }
+for (const which of ["work", "traffic"]) isolateOnClick($(which), event => {
+  const { left, each, order } = barPlots[which], box = $(which).getBoundingClientRect();
+  return order[Math.floor((event.clientX - box.left - left) / each)] ?? null;
+});
+isolateOnClick(stripCanvas, event => {
+  const box = stripCanvas.getBoundingClientRect(), owners = ownersShown();
+  return owners.owner[lastUpTo(owners.start, Math.floor((event.clientX - box.left) / box.width * DATA.tokens))];
+});
 for (const id of ["work", "traffic", "strip"]) $(id).addEventListener("pointerleave", () => unfocus());
 $("order").onchange = event => { state.order = event.target.value; redrawBars(); };

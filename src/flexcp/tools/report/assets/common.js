@@ -1,15 +1,24 @@
 // What all figures share: state, colours, sharp canvases, zooming, the tooltip.
 const $ = id => document.getElementById(id);
-const state = { strategy: 0, view: 0, rank: null, order: "rank" };
+const state = { strategy: 0, view: 0, rank: null, kept: null, order: "rank", colours: "rank", head: null };
 const strategy = () => unpackLayout(DATA.strategies[state.strategy]);
 const view = () => unpackTiles(DATA.views[state.view]);
 const groupSize = () => strategy().group_sizes[view().mask];
 const ownersShown = () => strategy().owners[strategy().batch_elements > 1 ? view().element : 0];
 
 const RANK_RGB = DATA.colours.map(c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16)));
-const rankCss = r => DATA.colours[r];
-// With heads shared in a group, the group has the colour of the rank in its middle.
-const groupRank = (group, size) => Math.min(group * size + (size >> 1), DATA.ranks - 1);
+// Colours by node or by group are those of as many ranks, spread over the circle.
+const perColour = () => state.colours === "node" ? Math.min(DATA.machine.ranks_per_node, DATA.ranks)
+  : state.colours === "group" ? groupSize() : 1;
+const colourRank = r => { const per = perColour(); return Math.min(DATA.ranks - 1, Math.floor(r / per) * per + (per >> 1)); };
+const rankCss = r => DATA.colours[colourRank(r)];
+// Which rank of a group computes the head that is looked at; of all heads, the one in its middle.
+function groupRank(group, size) {
+  const heads = strategy().heads[view().mask];
+  const place = state.head === null ? size >> 1 : Math.max(0, heads.findIndex(([a, b]) => a <= state.head && state.head < b));
+  return Math.min(group * size + place, DATA.ranks - 1);
+}
+const documents = () => DATA.documents[DATA.documents.length > 1 ? view().element : 0] || [];
 const groupName = (group, size) => size === 1 ? `rank ${group}` : size === DATA.ranks ? "all ranks" : `ranks ${group * size}–${group * size + size - 1}`;
 
 function themeColour(name) {
@@ -139,4 +148,15 @@ function framed(draw) {
     asked = true;
     requestAnimationFrame(() => { asked = false; draw(); });
   };
+}
+
+// Calls `isolate` with the rank at a click, unless the pointer was dragged.
+function isolateOnClick(canvas, rankAt) {
+  let down = null;
+  canvas.addEventListener("pointerdown", event => { down = event; });
+  canvas.addEventListener("click", event => {
+    const moved = down && Math.hypot(event.clientX - down.clientX, event.clientY - down.clientY) > 4;
+    const rank = moved || (down && down.pointerType === "touch") ? null : rankAt(event);
+    if (rank !== null && rank !== undefined) isolate(rank);
+  });
 }

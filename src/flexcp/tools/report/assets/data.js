@@ -36,6 +36,7 @@ function lastUpTo(list, x, low = 0, high = list.length) {
 // Tiles of a view: runs first[i] .. first[i + 1] belong to row i.
 function unpackTiles(view) {
   if (view.first) return view;
+  view.counts = { full: view.full, partial: view.partial };
   const numbers = wholeOf(view.tiles), rows = view.rows;
   const first = new Int32Array(rows + 1);
   for (let i = 0; i < rows; i++) first[i + 1] = first[i] + numbers[i];

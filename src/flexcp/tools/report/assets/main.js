@@ -1,10 +1,19 @@
 // Puts the page together, and redraws what a choice changes.
 function focusRank(rank) {
+  if (state.kept !== null) rank = state.kept;  // a click has isolated one
   if (state.rank === rank) return;
   state.rank = rank;
   redrawFigures();
 }
 function unfocus() { hideTip(); focusRank(null); }
+// A click shows one rank alone, in all figures, until it is clicked again or Escape is pressed.
+function isolate(rank) {
+  state.kept = state.kept === rank ? null : rank;
+  state.rank = state.kept;
+  $("isolated").hidden = state.kept === null;
+  $("isolated").textContent = state.kept === null ? "" : `Rank ${state.kept} alone is shown. Click it again, or press Escape, to see all.`;
+  redrawFigures();
+}
 function redrawFigures() { redrawMatrix(); redrawStrip(); redrawBars(); redrawTime(); }
 
 function card(name, value, about) {
@@ -18,14 +27,16 @@ function writeVerdict() {
   const others = DATA.strategies.slice(1), here = stats.predicted_seconds;
   const fastest = others.length && Math.min(...others.map(s => s.stats.predicted_seconds));
   const compared = state.strategy === 0
-    ? (others.length ? [`${(fastest / here).toFixed(2)} ×`, fastest / here < 1.005 ? "as fast as the best of the others below" : "faster than the best of the others below"] : ["–", "nothing to compare with"])
+    ? (others.length ? [`${(fastest / here).toFixed(2)} ×`, "as fast as the best of the others below"] : ["–", "nothing to compare with"])
     : [`${(here / first.predicted_seconds).toFixed(2)} ×`, "the time of the chosen plan"];
   $("sentence").replaceChildren(element("b", { textContent: strategy().name }),
-    ` is predicted to take ${asSeconds(here)} for attention forward and backward, ${share(Math.min(1, stats.compute_seconds / (here || 1)))} of it computing on the busiest rank.`);
+    ` is predicted to take ${asSeconds(here)} for attention forward and backward. ${asSeconds(strategy().exposed)} of it, ${share(Math.min(1, strategy().exposed / (here || 1)))}, is exposed communication; the rest is computing on the busiest rank.`);
   $("verdict").replaceChildren(
     card("Predicted", asSeconds(here), `${asSeconds(stats.forward_seconds)} forward, ${asSeconds(stats.backward_seconds)} backward`),
     card("Busiest rank", `${stats.imbalance.toFixed(3)} ×`, `the mean of ${asCount(mean)} pairs; no layout is below ${stats.imbalance_lower_bound.toFixed(3)}`),
     card("Received", asBytes(Math.max(...stats.bytes_received_per_rank)), `forward at most; ${share(stats.received_fraction)} of an all-gather's rows`),
+    card("Memory", asBytes(strategy().memory.peak), `of a rank at most, for one layer: ${asBytes(strategy().memory.own)} own, ${asBytes(strategy().memory.received)} received at a time, ${asBytes(strategy().memory.kept)} kept` + (DATA.machine.memory ? `; ${DATA.machine.name} has ${asBytes(DATA.machine.memory)}` : "")),
+    card("Between nodes", asBytes(strategy().far), `of all that moves; ${asBytes(strategy().near)} within nodes of ${Math.min(DATA.machine.ranks_per_node, DATA.ranks)}`),
     card(state.strategy === 0 ? "Gain" : "Against the chosen", ...compared));
 }
 
@@ -54,19 +65,52 @@ function writeStrategies() {
 
 function choose(i) {
   state.strategy = i;
-  state.rank = null;
+  state.rank = state.kept;
   cursor = null;
   emptyInspector();
   writeVerdict();
+  $("h-why").textContent = i === 0 ? "Why this plan" : `About ${strategy().name}`;
+  $("why").replaceChildren(...strategy().why.map(text => element("li", { textContent: text })));
+  writeHeads();
   writeTables();
   writeLegends();
   redrawFigures();
 }
 
+// Where ranks share heads, one head can be looked at: a tile then has the rank that computes it.
+function writeHeads() {
+  const size = groupSize(), select = $("head"), heads = DATA.shape.num_heads;
+  select.hidden = size === 1;
+  if (size === 1) { state.head = null; return; }
+  const options = [element("option", { value: "", textContent: "all heads" })];
+  for (let h = 0; h < heads; h++) options.push(element("option", { value: h, textContent: `head ${h}` }));
+  select.replaceChildren(...options);
+  select.value = state.head === null ? "" : String(state.head);
+}
+
+function swatch(background, text, kind = "") {
+  const dot = element("span", { className: "dot " + kind });
+  if (background) dot.style.background = background;
+  return element("span", {}, dot, text);
+}
+
 function writeLegends() {
-  const size = groupSize(), swatches = element("span", { className: "swatches", role: "img", ariaLabel: `Colours of ranks 0 to ${DATA.ranks - 1}` });
-  for (let r = 0; r < DATA.ranks; r++) { const bar = element("i", { title: `rank ${r}` }); bar.style.background = rankCss(r); swatches.append(bar); }
-  $("legend").replaceChildren(swatches, element("span", { textContent: `Rank 0 to rank ${DATA.ranks - 1}.` + (size > 1 && size < DATA.ranks ? ` A tile is computed by ${size} ranks, each for some heads: it has the colour of the middle one.` : "") + " Paler: partly allowed." }));
+  const size = groupSize(), per = perColour(), swatches = element("span", { className: "swatches", role: "group", ariaLabel: "Ranks; choose one to see it alone" });
+  for (let r = 0; r < DATA.ranks; r++) {
+    const bar = element("button", { type: "button", title: `rank ${r}`, ariaLabel: `Show rank ${r} alone`, onclick: () => isolate(r) });
+    bar.style.background = rankCss(r);
+    swatches.append(bar);
+  }
+  const names = { rank: `one colour for each rank, 0 to ${DATA.ranks - 1}`, node: `one for each node of ${per} ranks`, group: `one for each group of ${per} that share heads` };
+  const parts = [swatches, element("span", { textContent: `From left to right: ${names[state.colours]}. Click one to see a rank alone.` })];
+  if (per > 1 && DATA.ranks / per <= 16)
+    for (let r = 0; r < DATA.ranks; r += per) parts.push(swatch(rankCss(r), `${state.colours} ${r / per}: ranks ${r}–${Math.min(r + per, DATA.ranks) - 1}`));
+  if (size > 1 && state.head === null)
+    parts.push(element("span", { textContent: size < DATA.ranks ? `A tile is computed by ${size} ranks, each for some heads; choose a head to see its rank.` : "Every tile is computed by all ranks, each for some heads; choose a head to see its rank." }));
+  $("legend").replaceChildren(...parts);
+  const tile = rankCss(0);
+  $("matrix-legend").replaceChildren(swatch(tile, "full tile: every pair allowed"), swatch(tile, "partial tile: some pairs", "pale"), swatch("var(--empty)", "empty: nothing computed"),
+    ...(documents().length ? [swatch("", "line: a document begins", "seam")] : []));
   const kinds = new Set(timeline().spans.map(s => s.kind));
   $("time-legend").replaceChildren(...Object.entries(KINDS).filter(([kind]) => kinds.has(kind)).map(([kind, text]) => {
     const dot = element("span", { className: "dot" });
@@ -83,9 +127,10 @@ function tableOf(node, header, rows, sort) {
 let tableOrder = 0;
 function writeTables() {
   const { stats, tokens } = strategy();
-  const rows = tokens.map((count, r) => [r, count, stats.area_per_rank[r], stats.tokens_received_per_rank[r], stats.bytes_received_per_rank[r], stats.backward_bytes_received_per_rank[r]]);
+  const rows = tokens.map((count, r) => [r, count, stats.area_per_rank[r], stats.tokens_received_per_rank[r], stats.bytes_received_per_rank[r], stats.backward_bytes_received_per_rank[r],
+    stats.bytes_received_between_nodes_per_rank[r] + stats.backward_bytes_received_between_nodes_per_rank[r], stats.memory_bytes_per_rank[r]]);
   if (tableOrder) rows.sort((a, b) => b[tableOrder] - a[tableOrder] || a[0] - b[0]);
-  tableOf($("table"), ["Rank", "Tokens", "Allowed pairs", "Rows received", "Bytes, forward", "Bytes, backward"],
+  tableOf($("table"), ["Rank", "Tokens", "Allowed pairs", "Rows received", "Bytes, forward", "Bytes, backward", "Of them from other nodes", "Peak memory"],
     rows.map(row => row.map(asWhole)), column => { tableOrder = column; writeTables(); });
 }
 
@@ -102,7 +147,6 @@ function start() {
     (shape.num_kv_heads === shape.num_heads ? "" : ` (${shape.num_kv_heads} for keys and values)`) +
     ` of ${shape.head_dim} · ${shape.dtype}` + (shape.batch > 1 ? ` · batch ${shape.batch}` : "") + ` · priced for ${DATA.machine.name}`;
   $("machine").textContent = DATA.machine.name;
-  $("why").append(...DATA.why.map(text => element("li", { textContent: text })));
   $("notes").textContent = DATA.notes.length ? DATA.notes.join("; ") + "." : "";
   $("made").textContent = `Made by flexcp ${DATA.version}.`;
   if (DATA.views.length > 1) {
@@ -122,7 +166,9 @@ function start() {
   addEventListener("afterprint", () => { if (screenTheme) setTheme(screenTheme); drawAll(); });
   matchMedia("print").addEventListener("change", drawAll);
   new ResizeObserver(redrawFigures).observe(document.querySelector("main"));
-  document.addEventListener("keydown", event => { if (event.key === "Escape") { unfocus(); leaveMatrix(); } });
+  document.addEventListener("keydown", event => { if (event.key === "Escape") { if (state.kept !== null) isolate(state.kept); unfocus(); leaveMatrix(); } });
+  $("colours").onchange = event => { state.colours = event.target.value; writeLegends(); redrawFigures(); };
+  $("head").onchange = event => { state.head = event.target.value === "" ? null : Number(event.target.value); writeLegends(); redrawFigures(); };
   writeStrategies();
   choose(0);
 }

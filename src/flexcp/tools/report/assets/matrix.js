@@ -2,10 +2,10 @@
 const GUTTER = { left: 64, top: 34, band: 8 };
 const matrixCanvas = $("matrix");
 let matrixPlot = { x: GUTTER.left, y: GUTTER.top, w: 1, h: 1 };
-let cursor = null;
+let cursor = null, pointed = null;  // the pair under the pointer, and the pointer itself
 
 const matrixZoom = zoomable(matrixCanvas, {
-  axes: 2, plot: () => matrixPlot, changed: () => { redrawMatrix(); redrawStrip(); },
+  axes: 2, plot: () => matrixPlot, changed: () => { redrawMatrix(); redrawStrip(); if (pointed) inspect(pointed); },
   limit: () => Math.min(1, 4 * view().block[0] / DATA.tokens, 1),
 });
 
@@ -13,8 +13,8 @@ const matrixZoom = zoomable(matrixCanvas, {
 function groupColours(size) {
   const empty = themeRgb("empty"), found = [];
   for (let g = 0; g * size < DATA.ranks; g++) {
-    const rgb = RANK_RGB[groupRank(g, size)];
-    const dim = state.rank !== null && Math.floor(state.rank / size) !== g;
+    const rank = groupRank(g, size), rgb = RANK_RGB[colourRank(rank)];
+    const dim = state.rank !== null && (state.head === null ? Math.floor(state.rank / size) !== g : state.rank !== rank);
     found.push(dim ? rgb.map((c, i) => c * 0.16 + empty[i] * 0.84) : rgb);
   }
   return found;
@@ -125,6 +125,25 @@ function drawTileEdges(ctx, plot, area) {
   ctx.globalAlpha = 1;
 }
 
+// Where one document ends and the next begins, if they are far enough apart to be told.
+function drawDocuments(ctx, plot, area) {
+  const seams = documents(), length = DATA.tokens;
+  const low = area.x * length, high = (area.x + area.w) * length;
+  const inside = seams.filter(t => (t > low && t < high) || (t > area.y * length && t < (area.y + area.h) * length));
+  if (!inside.length || inside.length > plot.w / 8) return;
+  ctx.strokeStyle = themeColour("ink");
+  ctx.globalAlpha = inside.length > 24 ? 0.14 : 0.28;
+  ctx.lineWidth = 1;
+  ctx.beginPath();
+  for (const t of inside) {
+    const x = plot.x + (t / length - area.x) / area.w * plot.w, y = plot.y + (t / length - area.y) / area.h * plot.h;
+    if (x > plot.x && x < plot.x + plot.w) { ctx.moveTo(x, plot.y); ctx.lineTo(x, plot.y + plot.h); }
+    if (y > plot.y && y < plot.y + plot.h) { ctx.moveTo(plot.x, y); ctx.lineTo(plot.x + plot.w, y); }
+  }
+  ctx.stroke();
+  ctx.globalAlpha = 1;
+}
+
 // A band of owners along an edge of the plot.
 function drawOwnerBand(ctx, from, to, length, horizontal, place, plot) {
   const owners = ownersShown(), extent = horizontal ? plot.w : plot.h;
@@ -169,10 +188,15 @@ function drawMatrix() {
   drawOwnerBand(ctx, area.y, area.y + area.h, shown.length[0], false, GUTTER.left - GUTTER.band - 2, matrixPlot);
   drawTokenAxis(ctx, area.x, area.x + area.w, shown.length[1], true, matrixPlot);
   drawTokenAxis(ctx, area.y, area.y + area.h, shown.length[0], false, matrixPlot);
+  drawDocuments(ctx, matrixPlot, area);
+  ctx.fillStyle = themeColour("ink");
+  ctx.textAlign = "left";
+  ctx.fillText("keys →", 2, 12);
+  ctx.fillText("queries ↓", 2, 27);
   drawCursor();
   matrixCanvas.setAttribute("aria-label",
-    `Attention matrix of ${asWhole(shown.length[0])} queries by ${asWhole(shown.length[1])} keys: ` +
-    `${asWhole(shown.full)} full and ${asWhole(shown.partial)} partial tiles of ${shown.block.join(" by ")} tokens, coloured by the rank that computes them under ${strategy().name}`);
+    `Attention matrix of ${asWhole(shown.length[0])} queries by ${asWhole(shown.length[1])} keys, with ` +
+    `${asWhole(shown.counts.full)} full and ${asWhole(shown.counts.partial)} partial tiles, coloured by ${state.colours} under ${strategy().name}.`);
 }
 const redrawMatrix = framed(drawMatrix);
 
@@ -195,6 +219,7 @@ function drawCursor() {
 const redrawCursor = framed(drawCursor);
 
 function inspect(event) {
+  pointed = event;
   const [px, py] = matrixZoom.share(event), shown = view(), area = matrixZoom.area;
   if (px < 0 || py < 0 || px >= 1 || py >= 1) { leaveMatrix(); return; }
   const row = Math.min(shown.length[0] - 1, Math.floor((area.y + py * area.h) * shown.length[0]));
@@ -204,7 +229,8 @@ function inspect(event) {
   const owners = ownersShown(), at = lastUpTo(owners.start, row), size = groupSize();
   const asks = owners.owner[at], holds = owners.owner[lastUpTo(owners.start, key)];
   const group = Math.floor(asks / size), local = Math.floor(holds / size) === group;
-  const computed = tile.kind === "empty" ? "nobody: nothing is allowed here" : groupName(group, size) + (size > 1 ? ", each some heads" : "");
+  const who = state.head === null || size === 1 ? groupName(group, size) : `rank ${groupRank(group, size)}`;
+  const computed = tile.kind === "empty" ? "nobody: nothing is allowed here" : who + (size > 1 ? state.head === null ? ", each some heads" : `, head ${state.head}` : "");
   const allowed = tile.kind === "partial"
     ? tile.area === null ? `partial: some of ${asWhole(tile.pairs)} pairs` : `partial: ${asWhole(tile.area)} of ${asWhole(tile.pairs)} pairs`
     : tile.kind === "full" ? `full: ${asWhole(tile.pairs)} pairs` : "empty";
@@ -218,10 +244,11 @@ function inspect(event) {
   for (const [name, value] of pairs) list.append(element("dt", { textContent: name }), element("dd", {}, ...[value].flat()));
   $("inspector").replaceChildren(list);
   if (event.pointerType !== "touch")
-    showTip(event, lines(tile.kind === "empty" ? "Nothing allowed" : `Computed by ${groupName(group, size)}`, allowed, `queries ${asRange(tile.rows)}`, `keys ${asRange(tile.keys)}`));
+    showTip(event, lines(tile.kind === "empty" ? "Nothing allowed" : `Computed by ${who}`, allowed, `queries ${asRange(tile.rows)}`, `keys ${asRange(tile.keys)}`));
   redrawCursor();
 }
 function leaveMatrix() {
+  pointed = null;
   if (!cursor) return;
   cursor = null;
   hideTip();

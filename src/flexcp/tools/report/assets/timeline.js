@@ -55,11 +55,13 @@ function drawTime() {
   found.groups.forEach((group, at) => {
     if (at % every === 0) ctx.fillText(groupName(group, found.group_size), TIME.left - 8, TIME.top + at * each + Math.min(each - 2, each / 2 + 4));
   });
+  ctx.textAlign = "left";
+  ctx.fillText("time →", 2, TIME.top - 8);
   const rounds = strategy().rounds[view().mask];
-  $("time-note").textContent = `${rounds} round${rounds === 1 ? "" : "s"}. ` +
+  $("time-note").textContent = `Across: seconds since forward began. A line: a rank; above, what it computes, below, what it transfers; empty: it waits. `  + `${rounds} round${rounds === 1 ? "" : "s"}. ` +
     (found.groups.length < found.of ? `${found.groups.length} of ${found.of} ranks are shown, the busiest among them. ` : "") +
     (found.group_size > 1 ? `${found.group_size} ranks at a time share the heads of their rows; a line is the busiest of them.` : "");
-  timeCanvas.setAttribute("aria-label", `Timeline: forward ${asSeconds(found.forward)}, backward ${asSeconds(found.backward)}, in ${rounds} rounds`);
+  timeCanvas.setAttribute("aria-label", `What each rank does when: forward takes ${asSeconds(found.forward)}, backward ${asSeconds(found.backward)}, in ${rounds} rounds.`);
 }
 const redrawTime = framed(drawTime);
 
@@ -100,6 +102,10 @@ timeCanvas.addEventListener("pointermove", event => {
   showTip(event, lines(name[0].toUpperCase() + name.slice(1), `${seconds < found.forward ? "forward" : "backward"}, at ${asSeconds(seconds)}`, ...(now.length ? now : ["waits"])));
 });
 timeCanvas.addEventListener("pointerleave", () => unfocus());
+isolateOnClick(timeCanvas, event => {
+  const found = timeline(), at = Math.floor(timeZoom.share(event)[1] * found.groups.length);
+  return at >= 0 && at < found.groups.length ? found.groups[at] * found.group_size : null;
+});
 $("time-in").onclick = () => timeZoom.zoom(2);
 $("time-out").onclick = () => timeZoom.zoom(0.5);
 $("time-all").onclick = () => timeZoom.all();

@@ -1,0 +1,114 @@
+"""What a graph computes of a block of scores: a score_mod on each of them, and attention."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from flexcp.kernels.score import ScoreFunction
+
+_LOOKUPS = (operator.getitem, torch.Tensor.__getitem__)
+_OF_NUMBERS = frozenset(
+    {
+        "add", "sub", "mul", "div", "true_divide", "truediv", "floordiv", "floor_divide", "mod",
+        "remainder", "pow", "lt", "le", "gt", "ge", "eq", "ne", "minimum", "maximum", "rsub",
+        "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rfloordiv__", "__rmod__",
+        "__rpow__",
+    }
+)  # fmt: skip
+"""Names of torch's functions of two operands, either of which may be a number."""
+
+
+class ScoreSemantics(TorchFunctionMode):
+    """What a score_mod captures is data of the graph, in what is compiled.
+
+    A lookup by tensors is a gather: torch reads the number in a tensor without dimensions and looks
+    up by that, which a graph can't. And a captured int, which may be another one in the next call,
+    is a tensor, since `torch.func.vmap` can't compute with symbols. Dynamo has no modes inside of
+    checkpoints, so this holds where no gradients of q, k and v are asked for.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _LOOKUPS:
+            table, index = args
+            indices = list(index) if isinstance(index, tuple) else [index]
+            if all(isinstance(i, Tensor) for i in indices):
+                return torch.ops.aten.index.Tensor(table, indices)
+        elif len(args) == 2 and not kwargs and func.__name__ in _OF_NUMBERS:
+            return func(*(_as_tensor(x) for x in args))
+        name: str = func.__name__
+        if isinstance(func, FunctionType) and getattr(Tensor, name, None) is func:
+            # torch.compile knows such a method of a tensor, but not the function that it is.
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _as_tensor(operand: Any) -> Any:
+    is_whole = isinstance(operand, int) and not isinstance(operand, bool)
+    return torch.scalar_tensor(operand, dtype=torch.int64) if is_whole else operand
+
+
+def recomputed(
+    needs_gradients: bool, block: Callable[..., list[Tensor]], *tensors: Tensor
+) -> list[Tensor]:
+    """What a block of rows gives, computed again in the backward pass if there is one."""
+    if not needs_gradients:
+        with ScoreSemantics():
+            return block(*tensors)
+    found: list[Tensor] = checkpoint(block, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def modified(
+    score_mod: ScoreFunction, scores: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+) -> Tensor:
+    """Scores [B, H, rows, columns] as a score_mod changes each of them."""
+    mapped = score_mod
+    for dims in (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, None, None, None),
+    ):
+        mapped = torch.func.vmap(mapped, in_dims=dims)
+    return mapped(scores, b, h, q, kv)
+
+
+def over_pairs(mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A mask_mod of whole axes: b [B], h [H], q [rows], kv [columns] give [B, H, rows, columns]."""
+    mapped = mask_mod
+    for dims in (
+        (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None),
+    ):  # fmt: skip
+        mapped = torch.func.vmap(mapped, in_dims=dims)
+    return mapped
+
+
+def attend_to_scores(
+    scores: Tensor, v: Tensor, sink: Tensor | None, kept: Tensor | None, factor: float
+) -> list[Tensor]:
+    """out, lse and largest score of rows whose scores are known; -inf marks forbidden pairs.
+
+    `kept` says which weights are not dropped, and are multiplied with `factor`.
+    """
+    highest = scores.detach().amax(-1)
+    logits = scores
+    if sink is not None:
+        logits = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1)
+    hidden = (logits == -torch.inf).all(-1, keepdim=True)
+    # Zeros in place of a row of -inf keep autograd away from inf - inf.
+    safe = logits.masked_fill(hidden, 0.0)
+    lse = torch.logsumexp(safe, dim=-1, keepdim=True)
+    weights = (safe - lse).exp().masked_fill(hidden, 0.0)[..., : scores.shape[-1]]
+    if kept is not None:
+        weights = torch.where(kept, weights * factor, 0.0)
+    return [weights @ v, lse.masked_fill(hidden, -torch.inf).squeeze(-1), highest]

@@ -1,0 +1,209 @@
+"""torch's private names that flexcp relies on, all of them, looked up here and nowhere else.
+
+A name that a version of torch lacks says so when it is used, and by which name; what does not need
+it goes on working.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Absent:
+    """Stands for a name that this torch lacks: whatever is done with it raises."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def fail(self) -> NoReturn:
+        """Raises the error that names what is missing."""
+        raise FlexCPError(
+            f"{self._path}, which the versions of torch that flexcp is tested with have",
+            f"torch {torch.__version__} without it",
+            "install a tested version (the page on versions lists them), and report this",
+        )
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Fails."""
+        self.fail()
+
+    def __getattr__(self, _name: str) -> NoReturn:
+        self.fail()
+
+
+def find(path: str) -> Any:
+    """What torch has under a full name, modules that are not loaded yet included.
+
+    >>> find("torch.overrides._push_mode").__name__
+    '_push_mode'
+    >>> type(find("torch.no.such.name")).__name__
+    'Absent'
+    """
+    first, *rest = path.split(".")
+    found: Any = importlib.import_module(first)
+    known = first
+    for name in rest:
+        known = f"{known}.{name}"
+        if not hasattr(found, name):
+            try:
+                found = importlib.import_module(known)
+            except ImportError:
+                return Absent(path)
+        else:
+            found = getattr(found, name)
+    return found
+
+
+def require_present(name: Any) -> None:
+    """Raises if a name that was looked up is one that this torch lacks."""
+    if isinstance(name, Absent):
+        name.fail()
+
+
+# Dispatch: operators, and modes that see every one of them.
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    OpOverload = find("torch._ops.OpOverload")
+    TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
+make_wrapper_subclass: Any = find("torch.Tensor._make_wrapper_subclass")
+without_function_subclasses: Callable[[], AbstractContextManager[Any]] = find(
+    "torch._C.DisableTorchFunctionSubclass"
+)
+has_kernel_for: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")
+
+# Function modes.
+function_mode_is_on: Callable[[], bool] = find("torch._C._is_torch_function_mode_enabled")
+function_modes_on: Callable[[], int] = find("torch._C._len_torch_function_stack")
+push_function_mode: Callable[[Any], None] = find("torch.overrides._push_mode")
+pop_function_mode: Callable[[], Any] = find("torch.overrides._pop_mode")
+
+# Attention, and layers that torch fuses with it.
+sdpa: Callable[..., Tensor] = find("torch._C._nn.scaled_dot_product_attention")
+fused_layers: tuple[Any, ...] = (
+    find("torch._transformer_encoder_layer_fwd"),
+    find("torch._native_multi_head_attention"),
+)
+
+# torch.func.
+transforms_are_on: Callable[[], bool] = find("torch._C._are_functorch_transforms_active")
+innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpreter_stack")
+is_transformed: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
+
+# Autograd: which backward pass runs, and what is checkpointed.
+current_backward_pass: Callable[[], int] = find("torch._C._current_graph_task_id")
+"""A number of its own for each; -1 outside of backward passes."""
+current_node: Callable[[], Any] = find("torch._C._current_autograd_node")
+next_node_number: Callable[[], int] = find("torch._C._autograd._get_sequence_nr")
+innermost_saved_tensor_hooks: Callable[[bool], tuple[Any, Any] | None] = find(
+    "torch._C._autograd._top_saved_tensors_default_hooks"
+)
+
+
+def is_in_backward_pass() -> bool:
+    """Whether autograd is running a backward pass on this thread.
+
+    >>> is_in_backward_pass()
+    False
+    """
+    return current_backward_pass() != -1
+
+
+def fake_mode_is_on() -> bool:
+    """Whether tensors that are made now have shapes and no numbers.
+
+    >>> fake_mode_is_on()
+    False
+    """
+    return _dispatch_mode(_mode_keys.FAKE) is not None
+
+
+_dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")
+_mode_keys: Any = find("torch._C._TorchDispatchModeKey")
+
+
+def without_fake_mode() -> AbstractContextManager[object]:
+    """Tensors that are made in the body have numbers."""
+    found: AbstractContextManager[object] = find(
+        "torch._subclasses.fake_tensor.unset_fake_temporarily"
+    )()
+    return found
+
+
+def without_transforms() -> AbstractContextManager[object]:
+    """No transform of `torch.func` is on in the body."""
+    found: AbstractContextManager[object] = find(
+        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+    )()
+    return found
+
+
+# torch.compile.
+def constant_in_graphs(function: F) -> F:
+    """A function whose result a graph keeps; as `torch.compiler.assume_constant_result`.
+
+    That one imports dynamo, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
+def compiles_for_many() -> bool:
+    """Whether the graph being made is for more than the call at hand.
+
+    Asked while dynamo traces a function: for dynamic shapes, or not for the first time.
+    """
+    compilation = find("torch._guards.CompileContext").current_compile_id()
+    again = compilation is not None and bool(compilation.frame_compile_id)
+    return again or not find("torch._dynamo.config").assume_static_by_default
+
+
+def never_compiled_by_itself(function: Callable[..., Any]) -> None:
+    """Dynamo inlines a function into what it compiles, but does not begin to compile at it."""
+    frames = find("torch._C._dynamo.eval_frame")
+    skip = frames._FrameAction.SKIP
+    code = function.__code__
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+def __getattr__(name: str) -> Any:
+    """Names of modules that `import torch` does not load, looked up when they are imported."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return find(_LATER[name])
+
+
+_FLEX = "torch.nn.attention.flex_attention"
+_LATER = {
+    "checkpoint_frame": "torch.utils.checkpoint._CheckpointFrame",
+    "functional_collectives": "torch.distributed._functional_collectives",
+    "process_group_store": "torch.distributed.distributed_c10d._get_process_group_store",
+    "process_group_of": "torch._C._distributed_c10d._resolve_process_group",
+    "tree_map_only": "torch.utils._pytree.tree_map_only",
+    "unmodified_score": f"{_FLEX}._identity",
+    "dq_write_order": f"{_FLEX}._compute_dq_write_order_from_block_mask",
+    **{
+        name: f"{_FLEX}.{name}"
+        for name in (
+            "_DEFAULT_SPARSE_BLOCK_SIZE",
+            "_create_empty_block_mask",
+            "_identity",
+            "_mask_mod_signature",
+            "_round_up_to_multiple",
+            "_score_mod_signature",
+            "_vmap_for_bhqkv",
+        )
+    },
+}
