@@ -9,8 +9,8 @@ import torch
 
 from flexcp import build_block_grid, make_plan, masks
 from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
-from flexcp.layout.balance.bound import imbalance_bound
 from flexcp.layout.work import Work
+from flexcp.plan.imbalance_bound import imbalance_bound
 
 LENGTH, RANKS = 20_011, 6
 

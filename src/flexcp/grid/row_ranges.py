@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,10 +109,11 @@ def _areas(grid: BlockGrid) -> RowAreas:
     planes = row_ranges(grid).planes
     if planes is None:
         return RowAreas(None)
-    zero = torch.zeros(grid.q_len, dtype=torch.int64)
-    return RowAreas(
-        torch.stack([sum((c.stop - c.start for c in columns), zero) for columns in planes])
-    )
+    found = torch.zeros(len(planes), grid.q_len, dtype=torch.int64)
+    for area, columns in zip(found, planes, strict=True):
+        for column in columns:
+            area.add_(column.stop).sub_(column.start)
+    return RowAreas(found)
 
 
 def _of_grid(grid: BlockGrid) -> RowRanges:
@@ -342,14 +344,13 @@ class _Comparison:
             return None
         values, begin, stop = self._alike
 
-        def edge(of: Tensor) -> Callable[[Tensor], Tensor]:
-            def found(x: Tensor) -> Tensor:
-                at = torch.searchsorted(values, x).clamp(max=values.numel() - 1)
-                return torch.where(take(values, at) == x, take(of, at), 0)
+        def range_of(x: Tensor) -> Tensor:
+            at = torch.searchsorted(values, x).clamp(max=values.numel() - 1)
+            same = take(values, at) == x
+            return torch.stack([torch.where(same, take(of, at), 0) for of in (begin, stop)])
 
-            return found
-
-        return [(_per_stretch(of_q, edge(begin)), _per_stretch(of_q, edge(stop)))]
+        start, end = _per_stretch(of_q, range_of)
+        return [(start, end)]
 
 
 def _is_small(values: Tensor) -> bool:
@@ -360,14 +361,14 @@ def _is_small(values: Tensor) -> bool:
 
 def _stretches(values: Tensor) -> Tensor:
     """Where values begin to be others than before."""
-    first = torch.nonzero(values[1:] != values[:-1]).squeeze(1) + 1
-    return torch.cat([torch.zeros(1, dtype=torch.int64), first])
+    of = values.numpy()
+    return torch.from_numpy(np.concatenate([[0], np.flatnonzero(of[1:] != of[:-1]) + 1]))
 
 
 def _per_stretch(values: Tensor, found: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function of values, worked out once for equal neighbours."""
+    """A function of values, or several as rows, worked out once for equal neighbours."""
     begin = _stretches(values)
     if begin.numel() * 4 > values.numel():
         return found(values)
-    sizes = torch.cat([begin, torch.tensor([values.numel()])]).diff()
-    return torch.repeat_interleave(found(take(values, begin)), sizes)
+    sizes = np.diff(begin.numpy(), append=values.numel())
+    return torch.from_numpy(np.repeat(found(take(values, begin)).numpy(), sizes, axis=-1))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +14,8 @@ from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
 from flexcp.grid.row_ranges import row_areas, row_ranges
 from flexcp.grid.rows import areas_by_plane, token_areas, unlinked_neighbours
+from flexcp.layout.balance.objective import Objective
 from flexcp.layout.layout import Layout
-
-_HEAVY = 64
-"""Blocks with more work than the mean by this factor are looked at row by row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +124,8 @@ class Work:
         rows = (self.blocks // size).repeat_interleave(size)
         rows[size.cumsum(0) - 1] += self.blocks % size
         seams = torch.div(self.seams, self.block, rounding_mode="floor")
-        heavy = torch.nonzero(self.blocks * _HEAVY * size.numel() > self.before[-1] * self.block)
+        limit = Objective.small**2 * float(self.before[-1]) * self.block / size.numel()
+        heavy = torch.nonzero(self.blocks > limit)
         fine = torch.unique(torch.cat([seams, heavy.squeeze(1)]))
         at = fine[:, None] * self.block + torch.arange(self.block)
         inside = at < self.seq_len
@@ -156,7 +156,7 @@ class Work:
         return self.until(torch.cat([stop, start])).view(2, -1).diff(dim=0).neg()[0]
 
     @cached_property
-    def _hull(self) -> tuple[Tensor, Tensor]:
+    def hull(self) -> tuple[Tensor, Tensor]:
         """int64 [S] First key that each row sees, and the key after the last; its own is between.
 
         Exact where row ranges are known, else to whole tiles.
@@ -173,26 +173,16 @@ class Work:
                 torch.maximum(last, high.clamp(max=self.seq_len), out=last)
                 continue
             for column in (column for plane in planes for column in ranges[plane]):
+                begin, end, firsts = column.start.numpy(), column.stop.numpy(), first.numpy()
                 torch.maximum(last, column.stop, out=last)
-                start = torch.where(column.start < column.stop, column.start, first)
-                torch.minimum(first, start, out=first)
+                np.minimum(firsts, begin, out=firsts, where=begin < end)
         return first, last
-
-    @property
-    def first_key(self) -> Tensor:
-        """int64 [S] The first key that each row sees, or the row itself."""
-        return self._hull[0]
-
-    @property
-    def last_key(self) -> Tensor:
-        """int64 [S] The key after the last that each row sees, or after the row itself."""
-        return self._hull[1]
 
     @cached_property
     def seams(self) -> Tensor:
         """int64 [n] Positions where documents begin: tokens before and after are strangers."""
         if all(row_ranges(grid).planes is not None for grid in self.grids):
-            return _uncrossed(self.first_key, self.last_key)
+            return _uncrossed(*self.hull)
         found: Tensor | None = None
         for grid, planes in self.planes:
             own = unlinked_neighbours(grid, planes)
@@ -204,11 +194,13 @@ class Work:
 
 def _uncrossed(first: Tensor, last: Tensor) -> Tensor:
     """int64 [n] Positions such that no row before sees one from there on, nor the other way."""
-    position = torch.arange(1, first.numel())
-    closed = (last.cummax(0).values[:-1] <= position) & (
-        first.flip(0).cummin(0).values.flip(0)[1:] >= position
-    )
-    return position[closed]
+    before = np.maximum.accumulate(last.numpy())[:-1]
+    after = np.minimum.accumulate(first.numpy()[::-1])[-2::-1]
+    position = np.arange(1, first.numel())
+    # No row before ends beyond its successor's first key, so that one comparison finds few.
+    near = np.flatnonzero(before <= after)
+    closed = (before[near] <= position[near]) & (after[near] >= position[near])
+    return torch.from_numpy(position[near[closed]])
 
 
 def _hull_of_tiles(grid: BlockGrid, planes: Sequence[int]) -> tuple[Tensor, Tensor]:

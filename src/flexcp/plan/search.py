@@ -20,34 +20,11 @@ from flexcp.plan.problem import Problem, named_layout, split_groups
 from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule, make_schedule
 
-_DENSE = 0.2
-"""From this share of an all-gather on, rotating or gathering everything may be as good."""
-
-_CHUNKS, _MOST_LINES = 8, 1 << 21
-"""Chunks per rank of dealt layouts, and the largest table of transfers to try them with."""
-_MOST_BLOCKS, _MOST_DENSE_BLOCKS = 1 << 15, 1 << 17
-"""Most blocks, times groups, for which single blocks are dealt out; and under masks by which all
-ranks need all rows."""
-_RING = 128
-"""Groups up to which a ring is tried: it is never much better than an exchange."""
-_GOOD = 1.0005
-"""What is as close as this to the best that a layout can do is left alone."""
-_NEAR = 1.02
-"""Price over the time without load imbalance and exposed communication at which the search ends."""
-_FAR = 1.25
-"""Groups that are as much slower than others are not made faster by another layout."""
-_SEEN = 0.8
-"""How much is needed, at least, of the rows in the tiles that ranks look into."""
-_MORE_ROWS = 1.1
-"""Where heads are not shared and rows come from other nodes, no layout is tried by which ranks
-receive so many times more."""
-_HARDLY_MORE = 1.02
-"""What a halo exchange, or a schedule that fetches rows again in backward rather than keep them,
-may cost more."""
-_NEARLY_EVEN = 1.1
-"""Plain order that is less even than this is not tried: its first ranks have less to do."""
-_EVEN = 1.015
-"""Groups of ranks that are as even as this keep the layout that was made for the ranks."""
+_MOST_LINES = 1 << 21
+"""Effort: the longest table of transfers, or of blocks that are dealt out, which are tried besides
+the balanced layout."""
+_TUNED = Objective()
+"""The numbers that layouts and schedules are chosen by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +43,7 @@ class Candidate:
     @property
     def price(self) -> float:
         """What candidates are compared by: predicted seconds, and a price on all that moves."""
-        return float(f"{self.seconds + self.beside + Objective.moved * self.wire:.9g}")
+        return float(f"{self.seconds + self.beside + _TUNED.moved * self.wire:.9g}")
 
     @property
     def seconds(self) -> float:
@@ -135,7 +112,11 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
             found.extend(_shared_by_groups(problem, found))
         return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
     group_size = min(found, key=lambda c: c.price).group_size
-    if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, _EVEN):
+    if (
+        layout in ("auto", "balanced")
+        and group_size > 1
+        and loads.is_uneven(group_size, _TUNED.enough)
+    ):
         again = split_groups(
             named_layout("balanced", problem, problem.ranks.size // group_size), group_size
         )
@@ -147,10 +128,10 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         plain = LayoutLoads.of(  # a window's, say: less is moved
             problem, contiguous(problem.seq_len, problem.ranks.size), schedule
         )
-        even = [n for n in tried if not plain.is_uneven(n, _NEARLY_EVEN)]
-        best = min(c.price for c in found) / _HARDLY_MORE
+        even = [n for n in tried if not plain.is_uneven(n, 1 + _TUNED.small)]
+        best = min(c.price for c in found) / _TUNED.enough
         found.extend(c for c in _priced(problem, plain, even, found, schedule) if c.price < best)
-        if loads.asks_for(_DENSE):
+        if loads.asks_for(_TUNED.dense):
             dealt = _chunks_dealt_to_ranks(problem)
             if dealt is not None:
                 of_dealt = LayoutLoads.of(problem, dealt, schedule)
@@ -163,7 +144,7 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
                 less_local.extend(_options(problem, of_groups, split, schedule, few=True))
         if _is_plain(loads.layout):  # a halo exchange, say: it stays one unless much is gained
             fastest = min(c.seconds for c in found)
-            less_local = [c for c in less_local if c.seconds * _HARDLY_MORE < fastest]
+            less_local = [c for c in less_local if c.seconds * _TUNED.enough < fastest]
         found.extend(less_local)
     return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
 
@@ -188,7 +169,9 @@ def _shared_by_groups(problem: Problem, found: Sequence[Candidate]) -> list[Cand
 def _is_near_bound(found: Sequence[Candidate]) -> bool:
     """Whether no other candidate can be much better than the best: nobody waits, all is even."""
     best = min(found, key=lambda c: c.price)
-    return best.price <= _NEAR * (best.compute + best.beside if best.beside else best.if_even)
+    return best.price <= _TUNED.enough * (
+        best.compute + best.beside if best.beside else best.if_even
+    )
 
 
 def _priced(
@@ -209,7 +192,7 @@ def _priced(
 
 def _modest_first(found: list[Candidate]) -> list[Candidate]:
     """The cheapest first; or the cheapest that keeps little, if it costs hardly more."""
-    limit = found[0].price * _HARDLY_MORE
+    limit = found[0].price * _TUNED.enough
     modest = (i for i, c in enumerate(found) if c.price <= limit and not c.keeps_much)
     first = next(modest, 0)
     return [found[first], *found[:first], *found[first + 1 :]]
@@ -224,13 +207,13 @@ def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
     """Chunks dealt out by their work: every rank then has the same to do in every round."""
     grids, ranks = list(problem.grids.values()), problem.ranks.size
     work = Work.of(grids)
-    chunk = max(1, work.blocks.numel() // ranks // _CHUNKS)
+    chunk = max(1, int(work.blocks.numel() // ranks * _TUNED.small))
     if work.blocks.numel() // chunk * ranks > _MOST_LINES:
         return None
     found = dealt(work.blocks, work.seq_len, ranks, block_size=work.block, chunk=chunk)
     areas = area_per_rank(grids, found).double()
     within = int(found.counts.max()) - int(found.counts.min()) <= work.block
-    return found if within and float(areas.max()) <= _EVEN * float(areas.mean()) else None
+    return found if within and float(areas.max()) <= _TUNED.enough * float(areas.mean()) else None
 
 
 def _blocks_dealt_to_groups(
@@ -243,24 +226,26 @@ def _blocks_dealt_to_groups(
     ranks, machine = problem.ranks.size, problem.machine
     groups = ranks // group_size
     size = -(-problem.seq_len // problem.block) * groups
-    most = _MOST_DENSE_BLOCKS if loads.asks_for(_DENSE) else _MOST_BLOCKS
-    if groups == 1 or size > most:
+    # Where all ranks need all rows, what is local matters less.
+    if groups == 1 or size > _MOST_LINES >> (4 if loads.asks_for(_TUNED.dense) else 6):
         return None
     best = min(c.seconds for c in found)
-    same = [c for c in found if c.group_size == group_size and c.seconds < _FAR * best]
+    same = [
+        c for c in found if c.group_size == group_size and c.seconds < (1 + 2 * _TUNED.small) * best
+    ]
     floor = min((c.if_even for c in same), default=best)
-    if floor * _GOOD >= best:
+    if floor * _TUNED.good >= best:
         return None
     layout = named_layout("ptrr", problem, groups)
-    if int(layout.counts.max()) * groups > _EVEN * problem.seq_len:
+    if int(layout.counts.max()) * groups > _TUNED.enough * problem.seq_len:
         return None  # too few blocks
     received = rows_in_tiles(list(problem.grids.values()), layout).double()
     if group_size == 1 and ranks > machine.ranks_per_node and loads.needs:
         least = [needs.received.double() for needs in loads.needs.values()]
         for of in (torch.max, torch.sum):
-            if float(of(received)) > _MORE_ROWS * max(float(of(rows)) for rows in least):
+            if float(of(received)) > (1 + _TUNED.small) * max(float(of(rows)) for rows in least):
                 return None
-    wire = _SEEN * problem.seconds_from_other_nodes(float(received.max()), group_size)
+    wire = (1 - _TUNED.small) * problem.seconds_from_other_nodes(float(received.max()), group_size)
     # Rows come in forward; in backward they may be kept, but their gradients leave.
     return layout if max(2 * wire, floor + (1 - machine.hidden) * 2 * wire) < best else None
 
@@ -359,7 +344,7 @@ def _schedules(
     own_work = loads.work_of(mask, group_size).own(needs.layout)
     make = partial(make, heads_group_size=group_size, needs=needs)
     options = [make(name, few_rounds=1, own_work=own_work)]
-    dense = needs.exceed(_DENSE)
+    dense = needs.exceed(_TUNED.dense)
     if dense:  # then messages are fewer by ring distance
         options.append(make(name))
     yield from options
@@ -370,7 +355,7 @@ def _schedules(
     if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
         return
     yield make(name, keep=True, at_once=True)
-    if dense and groups <= _RING:
+    if dense and groups**3 <= _MOST_LINES:
         yield make("ring" if name == "exchange" else name, outer_schedule="ring")
 
 
@@ -385,11 +370,11 @@ def _cannot_win(
         # Rows that come from other nodes, once forward and once as gradients.
         most = (float(needs.received.max()) for needs in loads.needs.values())
         wire = 2 * sum(problem.seconds_from_other_nodes(rows, group_size) for rows in most)
-        return max(wire, best.compute * 0.98 + (1 - machine.hidden) * wire) >= best.seconds
+        return max(wire, best.compute / _TUNED.enough + (1 - machine.hidden) * wire) >= best.seconds
     moved = share * (group_size - 1) / group_size * shape.q_bytes(shape.num_heads) * 4
     near = min(group_size, machine.ranks_per_node)
     far = (group_size - near) / (group_size - 1)
     wire = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
     heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
-    least = len(problem.grids) * wire + best.compute * heads * 0.98
+    least = len(problem.grids) * wire + best.compute * heads / _TUNED.enough
     return least >= best.seconds

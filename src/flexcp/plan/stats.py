@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid
 from flexcp.layout import area_per_rank
-from flexcp.layout.balance.bound import imbalance_bound
 from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost
+from flexcp.plan.imbalance_bound import imbalance_bound
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule

@@ -11,13 +11,11 @@ from torch import Tensor
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.rows import areas_by_plane, runs_of_rows
 from flexcp.layout import Layout
+from flexcp.layout.balance.objective import Objective
 from flexcp.layout.needed_rows import Pieces
 from flexcp.layout.row_sets import cut
 from flexcp.schedule import Tasks
 from flexcp.schedule.exchange import OwnWork
-
-_PARTS = 64
-"""Parts of a rank's rows whose work is told apart, where they are spread over rounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +77,8 @@ class WorkProfile:
 
     def own(self, groups: Layout) -> OwnWork:
         """The pairs of every group's queries with its own keys, a block or a few at a time."""
-        own, rows = groups.owned, groups.rows
-        step = self.block * max(1, int(groups.counts.max()) // (self.block * _PARTS))
+        own, rows, parts = groups.owned, groups.rows, round(Objective.small**-2)
+        step = self.block * max(1, int(groups.counts.max()) // (self.block * parts))
         edges = torch.arange(0, rows, step)
         which, _, start, stop = cut(own.start, own.stop, edges, edges + step)
         rank = own.rank[which]

@@ -9,8 +9,8 @@ import torch
 
 from flexcp import BlockGrid, Mask, build_block_grid, masks
 from flexcp.layout import Layout, area_per_rank, balanced
-from flexcp.layout.balance.bound import imbalance_bound
 from flexcp.layout.work import Work
+from flexcp.plan.imbalance_bound import imbalance_bound
 
 
 def heavy_rows(count: int, window: int, *, causal: bool) -> Mask:

@@ -64,7 +64,8 @@ class Documents:
     @cached_property
     def hull(self) -> tuple[Sequence[int], Sequence[int]]:
         """First key that each row sees, and the key after the last."""
-        return _integers(self.work.first_key), _integers(self.work.last_key)
+        first, last = self.work.hull
+        return _integers(first), _integers(last)
 
     def area(self, start: int, stop: int) -> int:
         """Pairs of a stretch of rows."""
@@ -92,10 +93,7 @@ class Documents:
     def lightest(self, rows: float) -> float:
         """Mean work of a row of the lightest documents that have so many."""
         counted, area = 0, 0
-        for _, d in sorted(
-            (area / size, d)
-            for d, (area, size) in enumerate(zip(self.areas, self.sizes, strict=True))
-        ):
+        for d in sorted(range(len(self)), key=lambda d: (self.areas[d] / self.sizes[d], d)):
             if counted and counted + self.sizes[d] > rows:
                 break
             counted += self.sizes[d]

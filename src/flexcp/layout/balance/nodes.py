@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexcp.layout.balance.trades import Deal
+from flexcp.layout.balance.deal import Deal
 
 
 def by_node(deal: Deal, ranks_per_node: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class Objective:
     times a rank's own K and V are then worth 5 % of the time of packs of 16K tokens per rank."""
     cut: float = 0.25
     """Rows that one more stretch is worth, received: a kernel call and a copy of its own."""
-    even: float = 1.01
-    """Work over the mean that no rank is left with for the sake of fewer rows to receive."""
+    even: float = 1.00875
+    """Work over the mean that ranks with more are brought down to, unless what moves for it costs
+    eight times what that gains (`small`); what is an eighth beyond it is left."""
     enough: float = 1.02
-    """Over the mean work, or the lowest price: what a plain order may be left with, what a document
-    may add to a rank, and how much dearer may be what is tried or taken for another merit."""
+    """Over the mean work, or the lowest price: what no rank is left with whatever moves for it, and
+    how much dearer may be what is tried or taken for another merit."""
     worth: float = 3e-3
     """Gain over the mean work for which a trade is made, and price over the lower bound (the mean
     work, nothing received) at which the search stops."""
@@ -51,8 +53,8 @@ class Objective:
         """Price over the lower bound at which the search stops."""
         return 1.0 + self.worth
 
-    def of_rank(self, area: float, rows: float, pieces: int) -> float:
-        """The price of one rank: its pairs, and rows that it waits for."""
+    def of_rank(self, area: Any, rows: Any, pieces: Any, larger: Any = max) -> Any:
+        """The price of one rank, its pairs and rows that it waits for; or of many, as vectors."""
         wire = rows * self.pairs_per_row
         fragments = self.cut * self.pairs_per_row * pieces
-        return area + self.exposed * wire + max(0.0, wire - area) + fragments
+        return area + self.exposed * wire + larger(wire - area, 0.0) + fragments

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from flexcp.grid import BlockGrid
+from flexcp.layout.balance.deal import Deal
 from flexcp.layout.balance.documents import Documents
 from flexcp.layout.balance.nodes import by_node
 from flexcp.layout.balance.objective import Objective
@@ -19,7 +20,7 @@ from flexcp.layout.balance.seeds import (
     two_ended,
     whole_documents,
 )
-from flexcp.layout.balance.trades import Deal
+from flexcp.layout.balance.trades import improve
 from flexcp.layout.layout import Layout
 from flexcp.layout.rules import even_edges, joined, require_ranks
 from flexcp.layout.work import Work
@@ -98,21 +99,25 @@ def _of_work(
     even = plain.imbalance() <= objective.enough
     if even and plain.price() <= objective.good * plain.mean:
         return _layout(plain.parts(), work.seq_len)
-    seeds = [
-        Deal(documents, whole_documents(documents, room, objective, **how), bounds, objective)
-        for how in (SEEDS if len(documents) > 1 else ())
-    ]
-    deals = [min(seeds, key=Deal.price)] if seeds else []
+    seeds: list[Deal] = []
+    for how in SEEDS if len(documents) > 1 else ():
+        parts = whole_documents(documents, room, objective, **how)
+        seeds.append(Deal(documents, parts, bounds, objective))
+        if seeds[-1].price_if_even() <= objective.good * seeds[-1].mean:
+            break
+    deals = sorted(seeds, key=Deal.price_if_even)[: max(1, objective.tries**2 // ranks)]
     if not deals or deals[0].price() > objective.enough * deals[0].mean:
         deals.append(Deal(documents, two_ended(documents, counts, objective), bounds, objective))
         if len(documents) > 1 and not even and plain.price() < deals[-1].price():
             deals.append(plain)
     best: Deal | None = None
+    prices = (d.price() for d in deals if d.imbalance() <= objective.enough)
+    most = objective.enough * min(prices, default=math.inf)
     for deal in sorted(deals, key=Deal.price):
         if best and best.imbalance() <= objective.enough and deal.price() > best.price():
             continue  # it is dearer than what was found, before it is even
         if len(documents) > 1 or deal.imbalance() > objective.even:
-            deal.improve()
+            improve(deal, most)
         both = [best, deal] if best else [deal]
         best = min(both, key=lambda d: (d.imbalance() > objective.enough, d.price()))
         if best.price() <= objective.good * best.mean:
@@ -120,7 +125,7 @@ def _of_work(
     assert best is not None
     if dense and best.imbalance() > objective.good:
         other = Deal(documents, dense_rows_dealt(documents, counts, dense), bounds, objective)
-        other.improve()
+        improve(other)
         best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
     if even and plain.price() <= best.price() * objective.good:
         best = plain

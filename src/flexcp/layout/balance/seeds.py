@@ -195,18 +195,20 @@ class _Packing:
         """Shares a document between ranks so that their work is level."""
         size, density = self._documents.sizes[d], self._density(d)
 
-        def rows(level: float) -> list[float]:
-            free = (max(0.0, level - self._work[r]) / density for r in chosen)
-            return [min(float(self._room[r]), f) for r, f in zip(chosen, free, strict=True)]
-
-        low, high = min(self._work), max(self._work) + density * (size + max(self._room))
-        for _ in range(30):
-            level = (low + high) / 2
-            if sum(rows(level)) >= size:
-                high = level
-            else:
-                low = level
-        self._share(d, list(zip(chosen, rows(high), strict=True)))
+        # Ranks in the order in which a rising level reaches them, and fills their room.
+        edges = [(self._work[r], 1.0) for r in chosen]
+        edges += [(self._work[r] + density * self._room[r], -1.0) for r in chosen]
+        edges.sort()
+        given, level, width = 0.0, edges[0][0], 0.0
+        for edge, more in edges:
+            if width and given + width * (edge - level) >= density * size:
+                break
+            given, level, width = given + width * (edge - level), edge, width + more
+        if width > 0.5:
+            level += max(0.0, density * size - given) / width
+        free = (max(0.0, level - self._work[r]) / density for r in chosen)
+        rows = [min(float(self._room[r]), f) for r, f in zip(chosen, free, strict=True)]
+        self._share(d, list(zip(chosen, rows, strict=True)))
 
     def _share(self, d: int, parts: Sequence[tuple[int, float]]) -> None:
         """Gives ranks so many rows of a document each, about, as far as they have room."""

@@ -10,12 +10,8 @@ from torch import Tensor
 
 from flexcp.layout.work import Work
 
-_ROW_BY_ROW = 1 << 16
-"""Longest sequence whose every row is looked at."""
-_BLOCKS = 64
-"""Blocks of longer ones that are, the heaviest."""
-_HEAVIEST = 256
-"""How many of the heaviest rows are looked at."""
+_ROWS = 1 << 13
+"""Rows, of the heaviest blocks, that are looked at one by one."""
 _TOGETHER = 8
 """How many of the heaviest rows one rank is asked to have at once."""
 
@@ -79,7 +75,7 @@ class _RowsByWork:
         singles, areas, sizes = [], [], []
         for work in works:
             count = work.blocks.numel()
-            looked_at = min(count, _BLOCKS if work.seq_len > _ROW_BY_ROW else count)
+            looked_at = min(count, -(-_ROWS // work.block))
             blocks = torch.topk(work.blocks, looked_at).indices.sort().values
             size = torch.full((count,), work.block)
             size[-1] = work.seq_len - work.block * (count - 1)
@@ -110,7 +106,7 @@ class _RowsByWork:
 def _shared(rows: _RowsByWork, whole: _Whole) -> float:
     """Some of the heaviest rows are on as many ranks or fewer, which have lightest ones besides."""
     ranks = whole.ranks
-    most = min(ranks - 1, rows.top.numel(), _HEAVIEST)
+    most = min(ranks - 1, rows.top.numel())
     heavy = torch.arange(1, most + 1, dtype=torch.float64)[:, None]
     sharers = heavy.T
     tokens = sharers * ((whole.rows - (ranks - sharers) * whole.slack) / ranks)

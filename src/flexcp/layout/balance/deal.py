@@ -1,0 +1,247 @@
+"""Deal: rows that are dealt out to ranks, and what every rank has, needs and costs thereby."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flexcp.layout.balance.documents import Documents, Piece, Run
+from flexcp.layout.balance.objective import Objective
+
+Pieces = tuple[Piece, ...]
+"""Some pieces."""
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """What a rank may part with as a whole."""
+
+    pieces: list[Pieces]
+    """Nothing, a piece, or all pieces of a document."""
+    table: Any
+    """float64 [4, units] Pairs; rows; rows to receive besides once it is gone; and elsewhere."""
+    of: dict[int, list[int]]
+    """Which of them are of a document."""
+    cut: int
+    """Rows to receive besides if the first row of some piece is cut off, at least."""
+
+
+@dataclass(eq=False)
+class Share:
+    """What one rank has."""
+
+    rank: int
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+    """Stretches of rows by document."""
+    needed: dict[int, int] = field(default_factory=dict)
+    """Rows of others that each document makes it receive."""
+    tokens: int = 0
+    area: int = 0
+    needs: int = 0
+    """Rows that it receives."""
+    sends: float = 0.0
+    """Rows that it sends, about: of what others need of a document, as much as it has of it."""
+    count: int = 0
+    """Stretches."""
+    cost: float = 0.0
+    by_area: list[tuple[int, Piece]] = field(default_factory=list)
+    """Its pieces with their pairs, ascending."""
+    units: Units | None = None
+    """What it may part with, once that was asked for."""
+
+
+class Deal:
+    """All rows, dealt out to ranks; knows what every rank has, needs and costs."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        parts: Sequence[Sequence[Piece]],
+        bounds: Sequence[tuple[int, int]],
+        objective: Objective,
+    ) -> None:
+        self.documents, self.bounds, self.objective = documents, bounds, objective
+        self.mean = max(documents.total / len(parts), 1e-9)
+        self.shares = [Share(rank) for rank in range(len(parts))]
+        self._moved: dict[int, int] = {}
+        self.sharers: dict[int, list[Share]] = {}
+        for share, pieces in zip(self.shares, parts, strict=True):
+            self._change(share, (), tuple(pieces))
+        self._settle()
+        for share in self.shares:
+            self._recount(share)
+
+    def _settle(self) -> None:
+        """Gives ranks with too few tokens light ends of those with most."""
+        for low in range(len(self.shares)):
+            share = self.shares[low]
+            while share.tokens < self.bounds[low][0]:
+                high = max(range(len(self.shares)), key=lambda r: (self.shares[r].tokens, -r))
+                giver = self.shares[high]
+                rows = min(self.bounds[low][0] - share.tokens, giver.tokens - self.bounds[high][0])
+                longest = max(b - a for _, (_, a, b) in giver.by_area)
+                end = self.light_end(giver, min(rows, longest - 1), (), ())
+                end = end or min((piece for _, piece in giver.by_area), key=lambda p: p[2] - p[1])
+                self._change(giver, (end,), ())
+                self._change(share, (), (end,))
+
+    def parts(self) -> list[list[Piece]]:
+        """The pieces of every rank."""
+        return [[piece for _, piece in share.by_area] for share in self.shares]
+
+    def price(self) -> float:
+        """The price of the whole."""
+        moved = sum(s.needs for s in self.shares) / len(self.shares)
+        objective = self.objective
+        return max(s.cost for s in self.shares) + objective.moved * objective.pairs_per_row * moved
+
+    def price_if_even(self) -> float:
+        """The price, with what ranks have too much: that has to be given, and something taken."""
+        over = sum(max(0.0, s.area - self.objective.even * self.mean) for s in self.shares)
+        return self.price() + 2 * over / len(self.shares)
+
+    def imbalance(self) -> float:
+        """Largest over mean work."""
+        return max(s.area for s in self.shares) / self.mean
+
+    def swap(self, giver: Share, taker: Share, given: Pieces, back: Pieces) -> None:
+        """One rank gives some pieces to another, and takes others back."""
+        self._change(giver, given, back)
+        self._change(taker, back, given)
+        for document in {piece[0] for piece in (*given, *back)}:
+            for share in self.sharers.get(document, ()):
+                self._recount(share)
+
+    def _recount(self, share: Share) -> None:
+        """What a rank sends and costs, after a document that it has part of was dealt out anew."""
+        share.sends = sum(self._sent(d, runs) for d, runs in share.runs.items() if d in self._moved)
+        share.cost = self.objective.of_rank(share.area, max(share.needs, share.sends), share.count)
+
+    def _sent(self, document: int, runs: Sequence[Run]) -> float:
+        rows = sum(b - a for a, b in runs)
+        return self._moved[document] * rows / self.documents.sizes[document]
+
+    def units(self, share: Share) -> Units:
+        """What a rank may part with as a whole: nothing, a piece, or all of a document."""
+        if share.units is None:
+            pieces: list[Pieces] = [(), *((piece,) for _, piece in share.by_area)]
+            pieces += [
+                tuple((d, *run) for run in runs) for d, runs in share.runs.items() if len(runs) > 1
+            ]
+            table = np.zeros((4, len(pieces)))
+            for i, unit in enumerate(pieces[1:], 1):
+                document = unit[0][0]
+                left = [run for run in share.runs[document] if (document, *run) not in unit]
+                table[:, i] = (
+                    self.pairs(unit),
+                    sum(b - a for _, a, b in unit),
+                    self.documents.needs(document, left) - share.needed[document],
+                    self.documents.needs(document, [piece[1:] for piece in unit]),
+                )
+            first, last = self.documents.hull
+            cuts = [last[a] - first[a + 1] for _, (_, a, b) in share.by_area if b > a + 1]
+            of: dict[int, list[int]] = {}
+            for i, unit in enumerate(pieces[1:], 1):
+                of.setdefault(unit[0][0], []).append(i)
+            least = min(cuts, default=self.documents.work.seq_len) - 1
+            share.units = Units(pieces, table, of, least)
+        return share.units
+
+    def arriving(self, share: Share, unit: Sequence[Piece]) -> int:
+        """Rows that a rank with rows of a document needs besides, if some more of it come."""
+        document = unit[0][0]
+        runs = [*share.runs[document], *(piece[1:] for piece in unit)]
+        return self.documents.needs(document, runs) - share.needed[document]
+
+    def pairs(self, pieces: Sequence[Piece]) -> int:
+        """Work of some pieces."""
+        before = self.documents.before
+        return sum(before[b] - before[a] for _, a, b in pieces)
+
+    def light_end(
+        self, share: Share, rows: int, gone: Sequence[Piece], come: Sequence[Piece]
+    ) -> Piece | None:
+        """The first rows of a piece that a rank has after a trade, where parting costs least."""
+        before, (first, last) = self.documents.before, self.documents.hull
+        price, left = self.objective.pairs_per_row, {document for document, _, _ in gone}
+        best, least = None, float("inf")
+        for document, start, stop in (*(piece for _, piece in share.by_area), *come):
+            cut = start + rows
+            if cut >= stop or document in left:
+                continue
+            # Each part needs what it sees beyond itself; the whole piece needs some of it anyway.
+            needs = last[cut - 1] - first[cut]
+            cost = before[cut] - before[start] + price * needs
+            if cost < least:
+                best, least = (document, start, cut), cost
+        return best
+
+    def after(
+        self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]
+    ) -> tuple[int, float, int]:
+        """Rows that a rank would receive and send, and stretches that it would have."""
+        needs, sends, count = share.needs, share.sends, share.count
+        for document in {p[0] for p in (*gone, *come)}:
+            old = share.runs.get(document, [])
+            new = _changed(old, document, gone, come)
+            more = self.documents.needs(document, new) - share.needed.get(document, 0)
+            needs += more
+            count += len(new) - len(old)
+            moved = self._moved.get(document, 0)
+            if moved + more:
+                rows = sum(b - a for a, b in new)
+                sends += (moved + more) * rows / self.documents.sizes[document]
+            if moved and old:
+                sends -= self._sent(document, old)
+        return needs, sends, count
+
+    def _change(self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]) -> None:
+        for document in {p[0] for p in (*gone, *come)}:
+            new = _changed(share.runs.pop(document, []), document, gone, come)
+            moved = self._moved.pop(document, 0) - share.needed.pop(document, 0)
+            sharers = self.sharers.setdefault(document, [])
+            if share in sharers:
+                sharers.remove(share)
+            if new:
+                share.runs[document] = new
+                share.needed[document] = self.documents.needs(document, new)
+                moved += share.needed[document]
+                sharers.append(share)
+            if moved:
+                self._moved[document] = moved
+        before = self.documents.before
+        share.units = None
+        share.by_area = sorted(
+            (before[b] - before[a], (document, a, b))
+            for document, runs in share.runs.items()
+            for a, b in runs
+        )
+        share.tokens += sum(b - a for _, a, b in come) - sum(b - a for _, a, b in gone)
+        share.area += self.pairs(come) - self.pairs(gone)
+        share.needs = sum(share.needed.values())
+        share.count = len(share.by_area)
+        self._recount(share)
+
+
+def _changed(
+    runs: list[Run], document: int, gone: Sequence[Piece], come: Sequence[Piece]
+) -> list[Run]:
+    """A rank's rows of one document after some went and others came; neighbours are joined."""
+    for d, a, b in gone:
+        if d == document:
+            runs = [
+                part
+                for start, stop in runs
+                for part in (((start, min(stop, a)), (max(start, b), stop)))
+                if part[0] < part[1]
+            ]
+    found: list[Run] = []
+    for a, b in sorted([*runs, *((a, b) for d, a, b in come if d == document)]):
+        if found and found[-1][1] == a:
+            found[-1] = (found[-1][0], b)
+        else:
+            found.append((a, b))
+    return found
