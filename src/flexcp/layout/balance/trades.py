@@ -36,7 +36,7 @@ class Trade:
 def improve(deal: Deal, most: float = math.inf) -> None:
     """Trades of the slowest rank, as long as any is worth it and the price is not too high."""
     for _ in range(deal.objective.tries * len(deal.shares)):
-        if deal.price() > most:
+        if deal.price() > most or len(deal.shares) == 1:
             return
         for turn in _turns(deal):
             trade = turn.best()

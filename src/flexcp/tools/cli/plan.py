@@ -62,7 +62,7 @@ def plan(
         typer.Option(help="auto, contiguous, head_tail, striped, per_document, ptrr or balanced."),
     ] = "auto",
     schedule: Annotated[
-        str, typer.Option(help="auto, exchange, ring, allgather, ulysses or hybrid.")
+        str, typer.Option(help="auto, exchange, ring, allgather, ulysses, hybrid or hierarchical.")
     ] = "auto",
     check: Annotated[
         bool,

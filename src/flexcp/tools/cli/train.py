@@ -87,7 +87,8 @@ def train(
     schedule: Annotated[
         str,
         typer.Option(
-            help="auto, exchange, ring, allgather, ulysses or hybrid.", rich_help_panel=_PLAN
+            help="auto, exchange, ring, allgather, ulysses, hybrid or hierarchical.",
+            rich_help_panel=_PLAN,
         ),
     ] = "auto",
     out: Annotated[
