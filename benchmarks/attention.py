@@ -8,6 +8,9 @@ call. Who is left out where, and why, stands below the table.
 
 python benchmarks/attention.py [--out out/benchmarks] [--quick] [--lengths 4096 8192 ...]
 
+On a busy machine, --cpu-time counts the processor's time instead, over the threads that run; with
+GOMP_SPINCOUNT=0, so that waiting for another thread takes none.
+
 The whole sweep is meant to take less than 25 minutes on two cores, --quick half a minute.
 """
 
@@ -36,7 +39,8 @@ from flexcp import masks
 from flexcp.ops import flex_attention
 
 HEADS, DIM = 8, 64
-MASKS = ("full", "causal", "documents", "window 1024", "prefix", "block-causal", "alibi", "softcap")
+MASKS = ("full", "causal", "documents", "window 1024", "prefix", "block-causal")
+MASKS += ("alibi", "softcap", "dropout")
 MOST_FOR = {
     "SDPA bool mask": 8192,
     "FlexAttention compiled": 8192,
@@ -119,23 +123,32 @@ class PeakMemory:
         self.megabytes = self.most - self._before
 
 
-def timed(call: Callable[[], Tensor], inputs: list[Tensor], gradient: Tensor | None):
-    start = time.perf_counter()
+def timed(
+    call: Callable[[], Tensor],
+    inputs: list[Tensor],
+    gradient: Tensor | None,
+    clock: Callable[[], float],
+) -> tuple[float, float]:
+    start = clock()
     out = call()
-    middle = time.perf_counter()
+    middle = clock()
     if gradient is not None:
         torch.autograd.grad(out, inputs, gradient)
-    return middle - start, time.perf_counter() - start
+    return middle - start, clock() - start
 
 
-def matmul_seconds_per_pair(dtype: torch.dtype) -> float:
+def cpu_time_of_each_thread() -> float:
+    return time.process_time() / torch.get_num_threads()
+
+
+def matmul_seconds_per_pair(dtype: torch.dtype, clock: Callable[[], float]) -> float:
     """Of the two products of a forward pass, for one pair of one head."""
     a, b = torch.randn(1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
     best = float("inf")
     for _ in range(10):
-        start = time.perf_counter()
+        start = clock()
         a @ b
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     return best / 1024**3 * 2 * DIM
 
 
@@ -158,9 +171,10 @@ def competitors(
         else:
             found[who] = call
 
+    dropout = {"dropout_p": 0.1, "dropout_seed": 7} if name == "dropout" else {}
     add(
         "flexcp",
-        lambda: flex_attention(q, k, v, score_mod, mask, enable_gqa=True),
+        lambda: flex_attention(q, k, v, score_mod, mask, enable_gqa=True, **dropout),
         "flexcp" if score_mod is None else "flexcp with a score_mod",
     )
     if name == "full" or (tokens <= 8192 and q.dtype == torch.float32 and not shared):
@@ -180,7 +194,7 @@ def competitors(
             return sdpa(q, k, v, allowed[0], enable_gqa=True)
 
         add("SDPA bool mask", with_bool_mask, "SDPA bool mask")
-    if compiled is None:
+    if compiled is None or dropout:
         return found, mask, left_out
     plain = [x.detach() for x in (q, k, v)]
     block_mask = None if mask is None else flexcp.build_block_grid(mask, tokens).to_block_mask()
@@ -207,6 +221,7 @@ def measure(
     rounds: int,
     compiled: Callable[..., Tensor] | None,
     dense: Row | None,
+    clock: Callable[[], float],
 ) -> tuple[list[Row], list[str]]:
     """The rows of one mask, and who is left out. The first round also plans and warms up."""
     q, k, v = tensors
@@ -222,7 +237,7 @@ def measure(
             given = None if who.startswith("FlexAttention") else gradient
             try:
                 with PeakMemory() if turn == 0 else nullcontext() as peak:
-                    seconds = timed(call, tensors, given)
+                    seconds = timed(call, tensors, given, clock)
             except Exception as error:
                 left_out.append(f"{who}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 del found[who]
@@ -230,7 +245,7 @@ def measure(
             if peak is not None:
                 memory[who] = peak.megabytes
             best[who] = [min(pair) for pair in zip(best.get(who, seconds), seconds, strict=True)]
-    per_pair = matmul_seconds_per_pair(dtype)
+    per_pair = matmul_seconds_per_pair(dtype, clock)
     rows = []
     for who, (forward, both) in best.items():
         has_backward = not who.startswith("FlexAttention")
@@ -312,7 +327,10 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS)
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
+    parser.add_argument("--rounds", type=int, help="4, 2 or 1, by length, unless given")
+    parser.add_argument("--cpu-time", action="store_true", help="not the time that passed")
     options = parser.parse_args()
+    clock = cpu_time_of_each_thread if options.cpu_time else time.perf_counter
     kinds = [(dtype, heads) for dtype in (torch.float32, torch.bfloat16) for heads in (HEADS, 2)]
     if options.quick:
         options.lengths, options.no_flex, kinds = [2048], True, kinds[:1]
@@ -339,8 +357,8 @@ def main() -> None:
             ]
             dense = None
             for name in names:
-                rounds = 4 if tokens <= 4096 else 2 if tokens <= 8192 else 1
-                more, missing = measure(name, tensors, rounds, compiled, dense)
+                rounds = options.rounds or (4 if tokens <= 4096 else 2 if tokens <= 8192 else 1)
+                more, missing = measure(name, tensors, rounds, compiled, dense, clock)
                 dense = next((row for row in more if row.who == "SDPA dense"), dense)
                 rows += more
                 left_out.update(dict.fromkeys(missing))

@@ -38,6 +38,8 @@ OUTSIDE = {  # who may import what beyond torch
     "kernels/triton/tile_steps.py": {"triton"},  # the kernels themselves; loaded by the first call
     "kernels/triton/forward.py": {"triton"},
     "kernels/triton/backward.py": {"triton"},
+    "kernels/triton/captured.py": {"triton"},
+    "kernels/triton/score_steps.py": {"triton"},
     "kernels/triton/compile.py": {"triton"},
 }
 

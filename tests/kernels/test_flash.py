@@ -193,3 +193,24 @@ def _allowed(mask: flexcp.Mask, length: int) -> torch.Tensor:
     i = torch.arange(length)
     zero = torch.zeros((), dtype=torch.int64)
     return mask.mask_mod(zero, zero, i[:, None], i).expand(length, length)
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_large_scores_have_gradients_as_exact_as_torchs(name: str) -> None:
+    """A weight of 1 stays one: a score of 50,000 and its lse have to agree to the last digit."""
+    length = 400
+    inputs = [torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3)]
+    q, k, v = inputs
+    gradient = torch.randn_like(q)
+    allowed = _allowed(MASKS[name](), length)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    wide[0].data *= 5e4
+    exact = torch.autograd.grad(
+        dense_attention(*wide, allowed=allowed).out, wide, gradient.double()
+    )
+    ours = flexcp.flex_attention(q * 5e4, k, v, block_mask=MASKS[name]())
+    theirs = torch.nn.functional.scaled_dot_product_attention(q * 5e4, k, v, attn_mask=allowed)
+    found, known = (torch.autograd.grad(out, (q, k, v), gradient) for out in (ours, theirs))
+    for wanted, mine, torchs in zip(exact[1:], found[1:], known[1:], strict=True):
+        off, theirs_off = ((x - wanted).abs().max() for x in (mine, torchs))
+        assert off <= 2 * theirs_off

@@ -1,5 +1,7 @@
 """The fused ops: the CPU op on numbers, the CUDA ops on shapes, types and signatures."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,7 +12,7 @@ from flexcp.kernels import flash
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.flex import flex_forward
 from flexcp.kernels.fused import CPU_FLASH, CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, FusedOp
-from flexcp.kernels.interface import causal_shapes
+from flexcp.kernels.interface import Plane, Shapes, Slab, allowed_pairs, causal_shapes
 from flexcp.kernels.reference import dense_attention
 from flexcp.testing.tolerance import assert_close
 from kernels.cases import Problem, loss, problem
@@ -48,6 +50,54 @@ def test_the_cuda_ops_take_and_return_what_the_contract_says(op: FusedOp, kv_hea
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
         for x, grad in zip((q, k, v), op.backward(out, q, k, v, out, lse, 0.125), strict=True):
             assert (grad.shape, grad.dtype, grad.device.type) == (x.shape, x.dtype, "cuda")
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+def test_a_type_without_products_is_computed_with_in_float32(has_products: bool) -> None:
+    seen = set()
+
+    def backward(*given):  # type: ignore[no-untyped-def]
+        seen.update(x.dtype for x in given[:5])
+        return CPU_FLASH.backward_mode(causal=True)(*given)
+
+    op = replace(CPU_FLASH, causal_backward=backward, multiplies=lambda _: has_products)
+    compiled = CompiledShapes(causal_shapes(2048))
+    p = problem(batch=1, heads=2, kv_heads=1, q_len=2048, dim=8, dtype=torch.bfloat16)
+    q, k, v = (x.detach() for x in p.inputs)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    dense = dense_attention(*wide, allowed=torch.ones(2048, 2048, dtype=torch.bool).tril())
+    found = flash.forward(q, k, v, compiled, scale=8**-0.5, fused=op)
+    back = flash.backward(q, q, k, v, found.out, found.lse, compiled, scale=8**-0.5, fused=op)
+    assert seen == {torch.bfloat16 if has_products else torch.float32}
+    for actual, wanted in zip(
+        (back.q, back.k, back.v), torch.autograd.grad(dense.out, wide, q.double()), strict=True
+    ):
+        assert_close(actual, wanted, dtype=torch.bfloat16, factor=2)
+
+
+BANDS = {
+    "all rows and keys": (Slab(0, 256, 0, 300, 1, 1),),
+    "rows left over, and a rectangle": (Slab(5, 300, 0, 90, 1, 1), Slab(5, 300, 400, 500)),
+    "narrow": (Slab(0, 300, 10, 75, 1, 1),),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_are_computed_as_a_batch_of_blocks_of_rows(name: str, dtype: torch.dtype) -> None:
+    slabs = BANDS[name]
+    q_len, kv_len = max(s.q1 for s in slabs), 555
+    shapes = Shapes(q_len, kv_len, ((0,),), (Plane(slabs),))
+    compiled = CompiledShapes(shapes)
+    program = compiled.program(0, fused=True, causal_squares=True, bands=True)
+    assert any(piece.blocks > 1 for piece in program.pieces)
+    p = problem(batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, dim=8, dtype=dtype)
+    q, k, v = (x.detach() for x in p.inputs)
+    found = flash.forward(q, k, v, compiled, scale=8**-0.5, fused=CPU_FLASH)
+    wide = (x.double() for x in (q, k, v))
+    dense = dense_attention(*wide, allowed=allowed_pairs(shapes), scale=8**-0.5)
+    assert_close(found.out, dense.out, dtype=dtype, what="out")
+    assert_close(found.lse, dense.lse, dtype=dtype, what="lse")
 
 
 def test_strips_run_on_any_device_that_torch_has() -> None:

@@ -40,6 +40,7 @@ def compare(
     sinks=None,
     permuted=False,
     plan_of=None,
+    machine=None,
 ):
     """The largest difference between one process and many, over outputs and gradients.
 
@@ -75,6 +76,7 @@ def compare(
             head_dim=8,
             dtype=dtype,
             batch=batch,
+            machine=machine,
         )
 
     def rank(mesh):

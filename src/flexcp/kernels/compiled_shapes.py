@@ -36,7 +36,7 @@ class CompiledShapes:
             _SLAB_BYTES * len(plane.slabs) + sum(tile.bits.nbytes for tile in plane.tiles)
             for plane in shapes.planes
         )
-        self._programs: dict[tuple[int, bool, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool, bool], Program] = {}
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
         self._tile_lists: dict[tuple[int, int, By, torch.device], TileLists] = {}
@@ -47,12 +47,15 @@ class CompiledShapes:
         """Which of `mask_kinds.KINDS` the mask is."""
         return mask_kind(self.shapes)
 
-    def program(self, plane: int, *, fused: bool, causal_squares: bool = False) -> Program:
+    def program(
+        self, plane: int, *, fused: bool, causal_squares: bool = False, bands: bool = False
+    ) -> Program:
         """What runs for the pairs of a plane, with or without fused ops for large rectangles.
 
-        `causal_squares` says that triangles are for the op's own causal mode.
+        `causal_squares` says that triangles are for the op's own causal mode, `bands` that sliding
+        windows are for its calls with a bias.
         """
-        key = (plane, fused, causal_squares)
+        key = (plane, fused, causal_squares, bands)
         if key not in self._programs:
             with tensors_to_keep():
                 made = make_program(
@@ -60,6 +63,7 @@ class CompiledShapes:
                     self.shapes.q_len,
                     fused=fused,
                     causal_squares=causal_squares,
+                    bands=bands,
                     kv_len=self.shapes.kv_len,
                 )
             self._programs[key] = made

@@ -31,6 +31,14 @@ _TRIANGLE = 1024
 _SQUARE = 1024
 """Rows from which a triangle is one call of the fused op's causal mode: a tenth faster from there
 on; below, half of the pairs that it computes and more are forbidden."""
+BAND_ROWS = 32
+"""Rows of a band's blocks: the fewest that the CPU op works on at a time, since each block
+computes as many pairs per row that are forbidden. With a window of 1,024 that takes a quarter less
+than strips."""
+_BAND_BLOCKS = 8
+_BAND_KEYS = range(64, 8193)
+"""The shortest band, and the narrowest and the widest, that is computed as such: beyond, most of it
+is in large rectangles, and what says where its edges are would take megabytes."""
 _CALL = 4096
 """What starting a piece costs, in pairs per head."""
 _EFFICIENCY = {128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
@@ -87,19 +95,29 @@ class Strip:
 
         These are a tenth faster than rows that begin anywhere, and cost a few forbidden pairs.
         """
-        short = -(self.k1 - self.k0) % _VECTOR
-        if kv_len is None or not short or self.k1 - self.k0 < _WIDENED:
+        if self.k1 - self.k0 < _WIDENED:
             return self
-        before = min(short, self.k0)
-        after = min(short - before, kv_len - self.k1)
-        if before + after < short:
-            return self
+        before, after = extra_keys(self.k0, self.k1, self.k1 - self.k0, kv_len)
         return replace(self, k0=self.k0 - before, k1=self.k1 + after)
 
     @property
     def cost(self) -> float:
         """In pairs, as if all strips were as fast."""
         return _CALL + (self.q1 - self.q0) * (self.k1 - self.k0)
+
+
+def extra_keys(k0: int, k1: int, row: int, kv_len: int | None) -> tuple[int, int]:
+    """How many keys before k0 and after k1 make a row of so many scores one of whole vectors.
+
+    None, if there are not as many.
+
+    >>> extra_keys(3, 100, 27, kv_len=102), extra_keys(3, 100, 27, kv_len=101)
+    ((3, 2), (0, 0))
+    """
+    short = -row % _VECTOR
+    before = min(short, k0)
+    after = short - before
+    return (before, after) if kv_len is not None and k1 + after <= kv_len else (0, 0)
 
 
 def stacked(slabs: tuple[Slab, ...]) -> list[Stack]:
@@ -139,6 +157,28 @@ def is_causal_square(stack: Stack) -> bool:
         and stack.rows >= _SQUARE
         and (first.k1 - first.k0, first.k0_step, first.k1_step) == (1, 0, 1)
     )
+
+
+def bands_of(slabs: tuple[Slab, ...]) -> tuple[list[Slab], tuple[Slab, ...]]:
+    """The slabs that are bands, each of whole blocks of rows; and all that is left.
+
+    >>> bands_of((Slab(0, 1000, 0, 300, 1, 1),))
+    ([Slab(q0=0, q1=992, k0=0, k1=300, k0_step=1, k1_step=1)], \
+(Slab(q0=992, q1=1000, k0=992, k1=1292, k0_step=1, k1_step=1),))
+    """
+    bands: list[Slab] = []
+    others: list[Slab] = []
+    for slab in slabs:
+        blocks = slab.rows // BAND_ROWS
+        is_band = (slab.k0_step, slab.k1_step) == (1, 1) and slab.k1 - slab.k0 in _BAND_KEYS
+        if not is_band or blocks < _BAND_BLOCKS:
+            others.append(slab)
+            continue
+        end = slab.q0 + blocks * BAND_ROWS
+        bands.append(slab.cut(slab.q0, end))
+        if end < slab.q1:
+            others.append(slab.cut(end, slab.q1))
+    return bands, tuple(others)
 
 
 def cut_out(stack: Stack) -> Iterator[tuple[Slab | None, Stack]]:

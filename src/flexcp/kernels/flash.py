@@ -15,23 +15,21 @@ from torch import Tensor
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.fused import FusedOp
+from flexcp.kernels.fused_pieces import fused_backward, fused_forward
 from flexcp.kernels.head_groups import HeadGroup, place, select
 from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.merge import accumulation_dtype, merge_into
-from flexcp.kernels.program import Piece, Program
+from flexcp.kernels.program import Program
 from flexcp.kernels.score import ScoreMod
+from flexcp.kernels.scoring import Scoring, base_for
 from flexcp.kernels.strips import (
-    LOG2_E,
     BackwardInputs,
     GradientSums,
-    Scoring,
     StripResults,
     StripTensors,
     Workspace,
     deterministic_sums,
-    keys_of,
     of_chunk,
-    rows_of,
     strip_backward,
     strip_forward,
 )
@@ -126,6 +124,8 @@ def forward(
         dropout: of the weights; only without `fused`.
     """
     assert fused is None or not (score_mod or max_scores or dropout)
+    if fused is not None and not fused.multiplies(q.dtype):
+        q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
     groups = compiled.head_groups(q.shape[0], q.shape[1], k.shape[1])
     if len(groups) == 1:
         return _forward_group(
@@ -185,6 +185,8 @@ def backward(
     # exp(score - inf) is 0, also for a score of -inf: rows that see nothing get zero gradients.
     lse = lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf)
     captured = [torch.zeros_like(x) for x in score_mod.captured] if score_mod else []
+    if fused is not None and not fused.multiplies(q.dtype):
+        grad_out, q, k, v, out = (x.to(dtype) for x in (grad_out, q, k, v, out))
     groups = compiled.head_groups(q.shape[0], q.shape[1], k.shape[1])
     with deterministic_sums() if captured else nullcontext():
         if len(groups) == 1:
@@ -228,8 +230,12 @@ def _forward_group(
     dropout: Dropout | None,
 ) -> Partial:
     dtype = accumulation_dtype(q.dtype)
-    by_mode = fused is not None and fused.causal_forward is not None
-    program = compiled.program(group.plane, fused=fused is not None, causal_squares=by_mode)
+    program = compiled.program(
+        group.plane,
+        fused=fused is not None,
+        causal_squares=fused is not None and fused.causal_forward is not None,
+        bands=fused is not None and fused.masked_forward is not None,
+    )
     if fused is not None and _is_one_call(program, q, k):
         out, lse = fused.mode(program.pieces[0].causal)(q, k, v, scale)
         return Partial(out.to(dtype), lse.to(dtype))
@@ -242,13 +248,10 @@ def _forward_group(
     highest = q.new_full(q.shape[:3], -torch.inf, dtype=dtype) if want_max else None
     for piece in program.rectangles:
         assert fused is not None
-        part, part_lse = fused.mode(piece.causal)(
-            rows_of(q, piece), keys_of(k, piece), keys_of(v, piece), scale
-        )
-        _store(out, lse, part.to(dtype), part_lse.to(dtype), piece)
+        fused_forward(fused, q, k, v, piece, scale, out, lse)
     if program.strips:
         tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
-        scoring = _scoring(compiled, scale, mod, dropout, q.device)
+        scoring = _scoring(tensors, compiled, scale, mod, dropout)
         scores, bits = 1 if mod is None else 2, 0 if dropout is None else 2
         work = Workspace(tensors, program.strip_sizes, scores=scores, bits=bits)
         heads = k.shape[1]
@@ -262,16 +265,6 @@ def _forward_group(
             for piece in program.strips:
                 strip_forward(own_tensors, piece, scoring, work, own_results)
     return Partial(out, lse, highest)
-
-
-def _store(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, piece: Piece) -> None:
-    """Writes a piece's result to its rows of `out` and `lse`, or merges it with what is there."""
-    out, lse = rows_of(out, piece), rows_of(lse, piece)
-    if piece.first_write:
-        out.copy_(part)
-        lse.copy_(part_lse)
-    else:
-        merge_into(out, lse, part, part_lse)
 
 
 def _backward_group(
@@ -291,9 +284,11 @@ def _backward_group(
     captured: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
-    program = compiled.program(group.plane, fused=fused is not None)
+    by_mode = fused is not None and fused.causal_backward is not None
+    program = compiled.program(group.plane, fused=fused is not None, causal_squares=by_mode)
     if fused is not None and _is_one_call(program, q, k):
-        grads = fused.backward(grad_out, q, k, v, out.to(q.dtype), lse, scale)
+        own = fused.backward_mode(program.pieces[0].causal)
+        grads = own(grad_out, q, k, v, out.to(q.dtype), lse, scale)
         return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
     make = torch.empty if program.writes_every_row else torch.zeros
     dq = make(q.shape, dtype=dtype, device=q.device)
@@ -301,17 +296,11 @@ def _backward_group(
     if fused is not None:
         out_typed = out.to(q.dtype)
         for piece in program.rectangles:
-            part_q, part_k, part_v = fused.backward(
-                rows_of(grad_out, piece), rows_of(q, piece), keys_of(k, piece), keys_of(v, piece),
-                rows_of(out_typed, piece), rows_of(lse, piece), scale,
-            )  # fmt: skip
-            _accumulate(rows_of(dq, piece), part_q, piece.first_write)
-            keys_of(dk, piece).add_(part_k)
-            keys_of(dv, piece).add_(part_v)
+            fused_backward(fused, (grad_out, q, k, v, out_typed, lse), piece, scale, (dq, dk, dv))
     if program.strips:
         heads = k.shape[1]
         tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
-        scoring = _scoring(compiled, scale, mod, dropout, q.device)
+        scoring = _scoring(tensors, compiled, scale, mod, dropout)
         scores, bits = 2 if mod is None else 3, 0 if dropout is None else 2
         work = Workspace(tensors, program.strip_sizes, scores=scores, bits=bits)
         minus_delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1).neg_()
@@ -319,7 +308,7 @@ def _backward_group(
             minus_delta += grad_lse.to(dtype)
         given = BackwardInputs(
             _by_kv_head(grad_out.to(dtype), heads),
-            _by_kv_head(lse * -LOG2_E, heads),
+            _by_kv_head(lse * -scoring.change, heads),
             _by_kv_head(minus_delta, heads),
         )
         sums = GradientSums(_by_kv_head(dq, heads), dk.flatten(0, 1), dv.flatten(0, 1), captured)
@@ -331,19 +320,13 @@ def _backward_group(
     return dq, dk, dv
 
 
-def _accumulate(target: Tensor, part: Tensor, first_write: bool) -> None:
-    if first_write:
-        target.copy_(part)
-    else:
-        target.add_(part)
-
-
 def _is_one_call(program: Program, q: Tensor, k: Tensor) -> bool:
     """Whether a single fused call computes everything, so that nothing has to be gathered."""
     if len(program.pieces) != 1:
         return False
     piece = program.pieces[0]
-    return piece.fused and piece.rows == q.shape[2] and piece.keys == k.shape[2]
+    whole = (piece.rows, piece.keys) == (q.shape[2], k.shape[2])
+    return piece.fused and piece.blocks == 1 and whole
 
 
 def _strip_tensors(
@@ -377,16 +360,18 @@ def _strip_tensors(
 
 
 def _scoring(
+    tensors: StripTensors,
     compiled: CompiledShapes,
     scale: float,
     mod: ScoreMod | None,
     dropout: Dropout | None,
-    device: torch.device,
 ) -> Scoring:
+    base = base_for(tensors.q_NRLD, tensors.k_NLD, scale)
     if mod is None:
-        return Scoring(scale, None, dropout=dropout)
+        return Scoring(scale, None, dropout=dropout, base=base)
+    device = tensors.q_NRLD.device
     positions = (compiled.positions("q", device), compiled.positions("kv", device))
-    return Scoring(scale, mod, *positions, dropout)
+    return Scoring(scale, mod, *positions, dropout, base)
 
 
 def _by_kv_head(x: Tensor, heads: int) -> Tensor:

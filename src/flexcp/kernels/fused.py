@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 Forward = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+MaskedForward = Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
 ]
@@ -35,8 +37,15 @@ class FusedOp:
     """(grad_out, q, k, v, out, lse, scale) -> dq, dk, dv in the type of q."""
     causal_forward: Forward | None = None
     """`forward` on a square whose i-th row sees the first i + 1 keys, where that is faster than
-    rectangles and strips. (Their gradients are not: the CPU op's are as fast in float32, and five
-    times as slow in bfloat16 without matrix units.)"""
+    rectangles and strips."""
+    causal_backward: Backward | None = None
+    """`backward` on such a square, where that is faster."""
+    masked_forward: MaskedForward | None = None
+    """(q, k, v, bias, scale): `forward` with a bias [Lq, Lkv] on the scores, of the type of q; for
+    bands, as batches of a few rows, where that is faster than strips."""
+    multiplies: Callable[[torch.dtype], bool] = lambda _: True
+    """Whether the processor has matrix products of a type that are as fast as those of float32;
+    tensors of other types are computed with in float32."""
 
     def mode(self, causal: bool) -> Forward:
         """`forward`, or the op's own causal mode."""
@@ -44,6 +53,13 @@ class FusedOp:
             return self.forward
         assert self.causal_forward is not None
         return self.causal_forward
+
+    def backward_mode(self, causal: bool) -> Backward:
+        """`backward`, or that of the op's own causal mode."""
+        if not causal:
+            return self.backward
+        assert self.causal_backward is not None
+        return self.causal_backward
 
     def refuses(self, q: Tensor, v: Tensor) -> str | None:
         """Why these tensors can't be given to the op; None if they can."""
@@ -68,6 +84,15 @@ def _cpu_causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[
     return out, lse
 
 
+def _cpu_masked_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
+    )
+    return out, lse
+
+
 def _cpu_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,6 +100,31 @@ def _cpu_backward(
         grad_out, q, k, v, out, lse, 0.0, False, scale=scale
     )
     return dq, dk, dv
+
+
+def _cpu_causal_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, True, scale=scale
+    )
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=8)
+def _cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of this type here.
+
+    Without AVX-512, PyTorch's own loops do: the op's gradients take eight times as long as those
+    of float32 then, and its results up to half as long again.
+    """
+    if dtype not in _HALF:
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -159,6 +209,9 @@ CPU_FLASH = FusedOp(
     _cpu_forward,
     _cpu_backward,
     _cpu_causal_forward,
+    _cpu_causal_backward,
+    _cpu_masked_forward,
+    _cpu_multiplies,
 )
 CUDA_FLASH = FusedOp("CUDA flash", "cuda", _HALF, 256, _cuda_flash_forward, _cuda_flash_backward)
 CUDA_EFFICIENT = FusedOp(

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from flexcp.kernels.cuts import (
+    BAND_ROWS,
     STRIP_ROWS,
     Strip,
+    bands_of,
     cut_out,
+    extra_keys,
     is_causal_square,
     stacked,
     strips_of,
@@ -63,6 +66,9 @@ class Piece:
     """Whether some row sees nothing in this piece."""
     causal: bool = False
     """Whether it is a square whose i-th row sees its first i + 1 keys, by the op's own mode."""
+    blocks: int = 1
+    """Of a band: its blocks of equally many rows, each of which sees a range of keys that begins as
+    many keys after that of the block before; what is `forbidden` is so in each."""
     rows: int = field(init=False)
     """How many query rows."""
     keys: int = field(init=False)
@@ -71,6 +77,11 @@ class Piece:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", self.q1 - self.q0)
         object.__setattr__(self, "keys", self.k1 - self.k0)
+
+    @property
+    def computed(self) -> int:
+        """Pairs that are computed, the forbidden ones among them included."""
+        return self.rows * (self.keys if self.blocks == 1 else self.forbidden[0].c1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +139,7 @@ class Program:
     @property
     def computed(self) -> int:
         """Pairs that are computed, the forbidden ones among them included."""
-        return sum(p.rows * p.keys for p in self.pieces)
+        return sum(p.computed for p in self.pieces)
 
 
 @lru_cache(maxsize=1024)
@@ -147,12 +158,14 @@ def make_program(
     *,
     fused: bool,
     causal_squares: bool = False,
+    bands: bool = False,
     kv_len: int | None = None,
 ) -> Program:
     """The pieces of a plane. Without `fused`, all of them are strips.
 
-    With `causal_squares`, a triangle is one piece for the fused op's causal mode. With `kv_len`,
-    the number of keys that there are, strips are widened to even numbers of keys.
+    With `causal_squares`, a triangle is one piece for the fused op's causal mode; with `bands`, a
+    sliding window is one piece for its calls with a bias. With `kv_len`, the number of keys that
+    there are, strips are widened to even numbers of keys.
 
     >>> from flexcp.kernels.interface import causal_shapes
     >>> program = make_program(causal_shapes(4096).planes[0], 4096, fused=True)
@@ -164,7 +177,8 @@ def make_program(
     rectangles: list[Slab] = []
     squares: list[Slab] = []
     strips: list[Strip] = []
-    for stack in stacked(plane.slabs):
+    banded, slabs = bands_of(plane.slabs) if bands else ([], plane.slabs)
+    for stack in stacked(slabs):
         if causal_squares and is_causal_square(stack):
             squares.append(stack.slabs[0])
             continue
@@ -188,6 +202,11 @@ def make_program(
         add(r.q0, r.q1, r.k0, r.k1, fused=True)
     for s in sorted(squares, key=lambda s: (s.q0, s.k0)):
         add(s.q0, s.q1, s.k0, s.k0 + s.rows, fused=True, causal=True)
+    for s in sorted(banded, key=lambda s: (s.q0, s.k0)):
+        before, after = extra_keys(*s.bounds, s.k1 - s.k0 + BAND_ROWS - 1, kv_len)
+        edges = (_band_edges(s.k1 - s.k0, before, after),)
+        k0, k1 = s.bounds[0] - before, s.bounds[1] + after
+        add(s.q0, s.q1, k0, k1, fused=True, blocks=s.rows // BAND_ROWS, forbidden=edges)
     known: dict[object, list[tuple[int, int, tuple[Forbidden, ...], bool]]] = {}
     for strip in (strip.widened(kv_len) for strip in _joined_if_cheaper(strips)):
         for c0, c1, forbidden, fully_masked in _edges(strip, known):
@@ -261,6 +280,13 @@ def _edges(
             for c0 in range(0, allowed.shape[1], width)
         ]
     return known[key]
+
+
+def _band_edges(keys: int, before: int, after: int) -> Forbidden:
+    """What is forbidden in a block of a band whose rows see so many keys each, of some more."""
+    column = torch.arange(before + keys + BAND_ROWS - 1 + after)
+    first = before + torch.arange(BAND_ROWS)[:, None]
+    return Forbidden(0, column.numel(), (column < first) | (column >= first + keys))
 
 
 def forbidden_columns(allowed: Tensor) -> tuple[tuple[Forbidden, ...], bool]:

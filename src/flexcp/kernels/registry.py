@@ -359,7 +359,11 @@ def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
         if why_not is None:
             found = [*refusals, f"{op.name} takes {q.dtype} on {q.device.type}"]
             if op.causal_forward is not None:
-                found.append("triangles by the op's own causal mode forward, cut up backward")
+                found.append("triangles by the op's own causal mode")
+            if op.masked_forward is not None:
+                found.append("sliding windows by the op with a bias forward, cut up backward")
+            if not op.multiplies(q.dtype):
+                found.append(f"computed in float32: this processor has no products of {q.dtype}")
             return op, tuple(found)
         refusals.append(why_not)
     if not refusals:

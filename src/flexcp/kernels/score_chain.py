@@ -73,10 +73,13 @@ class ScoreChain:
     graph: ScoreGraph
     steps: tuple[_Step, ...]
 
-    def prepared(self, dtype: torch.dtype) -> PreparedChain:
-        """The steps for scores of a type, with factors moved to where they cost nothing."""
+    def prepared(self, dtype: torch.dtype, number: float = 1.0) -> PreparedChain:
+        """The steps for scores of a type, with factors moved to where they cost nothing.
+
+        The result is to be multiplied with a number.
+        """
         fast_tanh = dtype == torch.float32
-        factor, steps = _LOG2_E, list[_Step]()
+        factor, steps = number, list[_Step]()
         for step in reversed(self.steps):
             match step:
                 case _FactorStep():
@@ -106,7 +109,7 @@ class PreparedChain:
 
     @torch.no_grad()
     def run(self, tile: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        """The modified scores to the base 2, of a tile [N, R, T, U] of scores times `factor`.
+        """The modified scores, times a number, of a tile [N, R, T, U] of scores times `factor`.
 
         The indices broadcast to the tile, which is overwritten, and returned unless a step gave
         another one.

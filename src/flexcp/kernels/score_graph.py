@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flexcp.masks.graph import Node, Ref
+from flexcp.torch_names import OpOverload
 
 SCORE_INPUTS = ("score", "b", "h", "q", "kv")
 """The arguments of a score_mod, in order; also the names used in `Node.reads`."""
@@ -55,9 +55,7 @@ class ScoreRecorder:
         self._made_by: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._keep: list[Tensor] = [*inputs]  # so that no id is used twice
 
-    def add(
-        self, op: torch._ops.OpOverload, args: Any, kwargs: Mapping[str, Any], result: Any
-    ) -> None:
+    def add(self, op: OpOverload, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """Notes an operation on what depends on the arguments."""
         references = tuple(self._reference(x) for x in args)
         named = {name: self._reference(x) for name, x in kwargs.items()}
@@ -68,7 +66,7 @@ class ScoreRecorder:
             self._node_of[id(made)] = len(self.nodes) - 1
             self._keep.append(made)
 
-    def add_constant(self, op: torch._ops.OpOverload, args: Any, result: Any) -> None:
+    def add_constant(self, op: OpOverload, args: Any, result: Any) -> None:
         """Notes how a tensor was made that depends on none of the arguments."""
         if isinstance(result, Tensor):
             self._made_by[id(result)] = (op, tuple(args))

@@ -1,9 +1,8 @@
 """Strips: small pieces computed by batched matrix products, with any score function.
 
 At 128 rows a strip's scores stay in cache, and the time goes into the matrix products, which write
-straight to where their result belongs. Softmax is taken to the base 2: that costs a third of the
-natural exponential, and the change of base is a factor of a matrix product. Key heads that several
-query heads share are never repeated: those heads become further rows.
+straight to where their result belongs. Softmax is taken to the base that `scoring.py` says. Key
+heads that several query heads share are never repeated: those heads become further rows.
 
 Letters in names: N batch elements times key heads, R query heads per key head, T rows and U keys
 of a strip, L rows or keys, D head dim.
@@ -23,11 +22,7 @@ from torch import Tensor
 from flexcp.kernels.dropout import Dropout, drop_, kept_bits_
 from flexcp.kernels.merge import merge_into
 from flexcp.kernels.program import Forbidden, Piece, StripSizes, row_stride
-from flexcp.kernels.score import ScoreMod
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2)
-
+from flexcp.kernels.scoring import Scoring
 
 _CHUNK_PER_THREAD = 5 << 17
 """Scores held at a time, per thread: more would not stay in cache."""
@@ -66,20 +61,6 @@ class StripTensors:
 
 
 @dataclass(frozen=True, eq=False)
-class Scoring:
-    """How scores come from products of rows and keys."""
-
-    scale: float
-    mod: ScoreMod | None
-    q_positions: Tensor | None = None
-    """int64 [Lq] Global positions, as the score function sees them."""
-    kv_positions: Tensor | None = None
-    """int64 [Lkv] Global positions of the keys."""
-    dropout: Dropout | None = None
-    """Of the weights."""
-
-
-@dataclass(frozen=True, eq=False)
 class StripResults:
     """Where forward strips leave, or merge, what they find; all in the accumulation type."""
 
@@ -95,7 +76,7 @@ class BackwardInputs:
 
     grad_out_NRLD: Tensor  # noqa: N815
     minus_lse_NRL: Tensor  # noqa: N815
-    """Minus the *global* lse, to the base 2; -inf for rows that see nothing at all."""
+    """Minus the *global* lse, to the base of `Scoring`; -inf for rows that see nothing at all."""
     minus_delta_NRL: Tensor  # noqa: N815
     """The gradient of lse, minus the row sums of out * grad_out."""
 
@@ -185,17 +166,17 @@ def strip_forward(
     scores = work.scores(0, n, q.shape[1], piece.keys)
     mod = scoring.mod
     if mod is None:
-        scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale * LOG2_E)
+        scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale * scoring.change)
         _forbid(scores, piece)
     else:
-        chain = None if mod.chain is None else mod.chain.prepared(scores.dtype)
+        chain = None if mod.chain is None else mod.chain.prepared(scores.dtype, scoring.change)
         factor = 1.0 if chain is None else chain.factor
         scores.baddbmm_(q, k_columns, beta=0, alpha=scoring.scale * factor)
         tile = scores.view(n, r, piece.rows, piece.keys)
         if chain is None:
             modified = mod.apply(tile, *_indices(tensors, piece, scoring))
             scores = work.scores(1, n, q.shape[1], piece.keys)
-            torch.mul(modified, LOG2_E, out=scores.view(tile.shape))
+            torch.mul(modified, scoring.change, out=scores.view(tile.shape))
         else:
             b_N, h_NR, q_at, kv_at = _indices(tensors, piece, scoring)  # noqa: N806
             b_N, h_NR = mod.numbered(b_N, h_NR)  # noqa: N806
@@ -206,7 +187,7 @@ def strip_forward(
     some_row_is_fully_masked = piece.has_fully_masked_rows or mod is not None
     # A finite stand-in for the largest score of a row that sees nothing makes all its weights 0.
     base = highest.clamp(min=torch.finfo(scores.dtype).min) if some_row_is_fully_masked else highest
-    weights = scores.sub_(base).exp2_()
+    weights = scoring.power_(scores.sub_(base))
     total = weights.sum(-1, keepdim=True)
     divisor = total.masked_fill(total == 0, 1.0) if some_row_is_fully_masked else total
     if scoring.dropout is not None:
@@ -218,7 +199,7 @@ def strip_forward(
     out = target.squeeze(1) if writes else work.product(n, q.shape[1], v.shape[-1])
     out.baddbmm_(weights, v, beta=0)
     out.div_(divisor)
-    lse = total.log2_().add_(base).mul_(LN_2).view(n, r, piece.rows)
+    lse = scoring.logarithm_(total).add_(base).div_(scoring.change).view(n, r, piece.rows)
     target_lse = rows_of(results.lse_NRL, piece)
     if piece.first_write:
         if not writes:
@@ -228,7 +209,7 @@ def strip_forward(
         merge_into(target, target_lse, out.view(target.shape), lse)
     if results.highest_NRL is not None:
         most = rows_of(results.highest_NRL, piece)
-        torch.maximum(most, highest.mul_(LN_2).view(most.shape), out=most)
+        torch.maximum(most, highest.div_(scoring.change).view(most.shape), out=most)
 
 
 def strip_backward(
@@ -249,7 +230,7 @@ def strip_backward(
     weights = work.scores(0, n, q.shape[1], piece.keys)
     mod, scale = scoring.mod, scoring.scale
     if mod is None:
-        torch.baddbmm(minus_lse, q, k.transpose(1, 2), alpha=scale * LOG2_E, out=weights)
+        torch.baddbmm(minus_lse, q, k.transpose(1, 2), alpha=scale * scoring.change, out=weights)
         _forbid(weights, piece)
     else:
         scores = work.scores(2, n, q.shape[1], piece.keys)
@@ -258,10 +239,10 @@ def strip_backward(
         tile = scores.view(n, r, piece.rows, piece.keys).requires_grad_()
         with torch.enable_grad():
             modified = mod.apply(tile, *_indices(tensors, piece, scoring))
-        torch.mul(modified.detach(), LOG2_E, out=weights.view(tile.shape))
+        torch.mul(modified.detach(), scoring.change, out=weights.view(tile.shape))
         _forbid_modified(weights, piece)
         weights.add_(minus_lse)
-    weights.exp2_()
+    scoring.power_(weights)
     grad_scores = work.scores(1, n, q.shape[1], piece.keys)
     dropout, factor = scoring.dropout, 1.0
     if dropout is None:
@@ -342,11 +323,11 @@ def _forbid(scores: Tensor, piece: Piece) -> None:
         tile = scores.view(-1, piece.rows, piece.keys)
         for edge in piece.forbidden:
             tile.narrow(2, edge.c0, edge.c1 - edge.c0).add_(
-                _bias(edge, scores.dtype, scores.device)
+                bias_of(edge, scores.dtype, scores.device)
             )
 
 
-def _bias(edge: Forbidden, dtype: torch.dtype, device: torch.device) -> Tensor:
+def bias_of(edge: Forbidden, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What to add to the scores: -inf where the pair may not attend, else 0; made once."""
     found = edge.biases.get((dtype, device))
     if found is None:

@@ -70,7 +70,7 @@ def price(
         ("forward", schedule.forward, 1.0),
         ("backward", schedule.backward, machine.backward),
     ):
-        if pairs is None or what.work is not schedule.forward.work:
+        if pairs is None or what.work is not schedule.forward.work or what.rounds != len(pairs):
             pairs = profile.of_tasks(what.work, what.rounds)
         work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
         compute += float(work.sum(0).max())

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout, area_per_rank
+from flexcp.layout.row_sets import row_sets
 from flexcp.plan.problem import Problem
 from flexcp.plan.work_profile import WorkProfile
 from flexcp.schedule import Needs
@@ -59,3 +62,16 @@ class LayoutLoads:
     def asks_for(self, share: float) -> bool:
         """Whether groups need more than such a share of all rows of the others, under all masks."""
         return bool(self.needs) and all(needs.exceed(share) for needs in self.needs.values())
+
+    def share_rows(self, ranks_per_node: int) -> bool:
+        """Whether ranks of one node need the same rows of other nodes, under some mask."""
+        for needs in self.needs.values() if ranks_per_node > 1 else ():
+            user, owner, start, stop = needs.by_owner
+            node, home = (
+                torch.div(x, ranks_per_node, rounding_mode="floor") for x in (user, owner)
+            )
+            far = node != home
+            once = row_sets(node[far], start[far], stop[far])
+            if int((once.stop - once.start).sum()) < int((stop - start)[far].sum()):
+                return True
+        return False

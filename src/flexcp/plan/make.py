@@ -60,8 +60,9 @@ def make_plan(
             checked, but not run.
         layout: "auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced", or
             a Layout.
-        schedule: "auto", "exchange", "ring", "allgather", "ulysses" or "hybrid". "auto" is the
-            cheapest by prediction; "hybrid" needs a mesh of two dimensions.
+        schedule: "auto", "exchange", "ring", "allgather", "ulysses", "hybrid" or "hierarchical".
+            "auto" is the cheapest by prediction; "hybrid" needs a mesh of two dimensions;
+            "hierarchical" goes by the machine's `ranks_per_node`.
         block_size: Tokens of a square block: the granularity at which masks are analysed.
         num_heads: Query heads.
         num_kv_heads: Key-value heads; as many as query heads if not given.

@@ -85,7 +85,7 @@ class Candidate:
 def describe(schedule: Schedule) -> str:
     """The schedule's name, with its parts for a hybrid."""
     how = schedule.outer_schedule
-    if how == "exchange":
+    if how in ("exchange", "hierarchical"):
         how += (
             f" in {schedule.forward.rounds} rounds" if schedule.forward.rounds > 1 else " at once"
         )
@@ -111,12 +111,11 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         if schedule == "auto" and layout in ("auto", "balanced"):
             found.extend(_shared_by_groups(problem, found))
         return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
-    group_size = min(found, key=lambda c: c.price).group_size
-    if (
-        layout in ("auto", "balanced")
-        and group_size > 1
-        and loads.is_uneven(group_size, _TUNED.enough)
-    ):
+    per_node = problem.machine.ranks_per_node
+    if schedule == "auto" and not _is_near_bound(found) and loads.share_rows(per_node):
+        found.extend(_options(problem, loads, 1, "hierarchical", kept=True))
+    group_size, enough = min(found, key=lambda c: c.price).group_size, _TUNED.enough
+    if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, enough):
         again = split_groups(
             named_layout("balanced", problem, problem.ranks.size // group_size), group_size
         )
@@ -279,13 +278,19 @@ def _group_sizes(problem: Problem) -> list[int]:
 
 
 def _options(
-    problem: Problem, loads: LayoutLoads, group_size: int, schedule: str, *, few: bool = False
+    problem: Problem,
+    loads: LayoutLoads,
+    group_size: int,
+    schedule: str,
+    *,
+    few: bool = False,
+    kept: bool = False,
 ) -> list[Candidate]:
     """Each kind of schedule for all masks; with several masks, also the cheapest for each."""
     table: dict[str, dict[str, tuple[Cost, Schedule]]] = {}
     for name in problem.grids:
         work = loads.work_of(name, group_size)
-        for option in _schedules(problem, loads, name, group_size, schedule, few):
+        for option in _schedules(problem, loads, name, group_size, schedule, few, kept):
             cost = price(option, work, problem.machine, problem.shape)
             table.setdefault(describe(option), {})[name] = (cost, option)
     complete = [row for row in table.values() if len(row) == len(problem.grids)]
@@ -323,7 +328,13 @@ def _seconds(priced: tuple[Cost, Schedule]) -> float:
 
 
 def _schedules(
-    problem: Problem, loads: LayoutLoads, mask: str, group_size: int, schedule: str, few: bool
+    problem: Problem,
+    loads: LayoutLoads,
+    mask: str,
+    group_size: int,
+    schedule: str,
+    few: bool,
+    kept: bool,
 ) -> Iterator[Schedule]:
     layout, groups = loads.layout, problem.ranks.size // group_size
     make: Callable[..., Schedule] = partial(
@@ -342,6 +353,11 @@ def _schedules(
     name = "hybrid" if group_size > 1 or schedule == "hybrid" else "exchange"
     needs = loads.needs_of(mask, group_size)
     own_work = loads.work_of(mask, group_size).own(needs.layout)
+    if schedule == "hierarchical":
+        per_node = problem.machine.ranks_per_node
+        make = partial(make, needs=needs, own_work=own_work, ranks_per_node=per_node)
+        yield from (make(schedule, keep=keep) for keep in (False, True)[: 1 + kept])
+        return
     make = partial(make, heads_group_size=group_size, needs=needs)
     options = [make(name, few_rounds=1, own_work=own_work)]
     dense = needs.exceed(_TUNED.dense)

@@ -40,7 +40,7 @@ def exchange(
     if at_once:
         number = torch.zeros_like(distance)
     elif few_rounds and len(user):
-        which, number, start, stop = _even_parts(user, distance, start, stop, limit, few_rounds)
+        which, number, start, stop = even_parts(user, distance, start, stop, limit, few_rounds)
         user, owner = user[which], owner[which]
     else:
         number = _rounds(distance, user, stop - start, layout.ranks, limit)[distance]
@@ -90,7 +90,7 @@ class OwnWork:
         return Tasks(*(x[order] for x in found))
 
 
-def _even_parts(
+def even_parts(
     user: Tensor, distance: Tensor, start: Tensor, stop: Tensor, limit: int, rounds: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stretches, cut so that each round has as much of every message: which, round, start, stop.

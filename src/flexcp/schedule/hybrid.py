@@ -10,12 +10,13 @@ from flexcp.layout import Layout
 from flexcp.schedule.allgather import allgather
 from flexcp.schedule.exchange import OwnWork, exchange
 from flexcp.schedule.heads import split_heads
+from flexcp.schedule.hierarchical import hierarchical
 from flexcp.schedule.needs import Needs
 from flexcp.schedule.ring import ring
 from flexcp.schedule.tables import Schedule
 from flexcp.schedule.ulysses import grouped, ulysses
 
-SCHEDULES = ("exchange", "ring", "allgather", "ulysses", "hybrid")
+SCHEDULES = ("exchange", "ring", "allgather", "ulysses", "hybrid", "hierarchical")
 """The names of all schedules."""
 
 
@@ -33,6 +34,7 @@ def make_schedule(
     few_rounds: int = 0,
     own_work: OwnWork | None = None,
     needs: Needs | None = None,
+    ranks_per_node: int | None = None,
 ) -> Schedule:
     """A schedule for some masks on a layout.
 
@@ -44,13 +46,15 @@ def make_schedule(
         num_kv_heads: Key-value heads; as many as query heads if not given.
         heads_group_size: For hybrid: how many consecutive ranks share the heads.
         outer_schedule: For hybrid: what runs between groups.
-        keep: For exchange: keep what forward received for backward, which then only sends gradients
-            home. That needs memory for these rows, like an all-gather, but not for more.
+        keep: For exchange and hierarchical: keep what forward received for backward, which then
+            only sends gradients home. That needs memory for these rows, like an all-gather, but not
+            for more.
         at_once: For exchange: fetch everything before any work.
         few_rounds: For exchange: if not 0, that many rounds, or more if memory asks for it, each
             with an equal part of what every pair of ranks exchanges.
         own_work: For few rounds: the work against own rows of every group, to be spread over them.
         needs: Who needs what between groups, if known.
+        ranks_per_node: For hierarchical: consecutive ranks that are a node; all, if not given.
 
     >>> import flexcp
     >>> from flexcp.layout import contiguous
@@ -81,6 +85,13 @@ def make_schedule(
             few_rounds=few_rounds,
             own_work=own_work,
         )
+    elif outer_schedule == "hierarchical":
+        forward, backward = hierarchical(
+            needs or Needs.of(grids, groups),
+            ranks_per_node or layout.ranks,
+            keep=keep,
+            own_work=own_work,
+        )
     elif outer_schedule == "ring":
         forward, backward = ring(groups)
     elif outer_schedule == "allgather":
@@ -96,6 +107,6 @@ def make_schedule(
         forward,
         backward,
         outer_schedule=outer_schedule,
-        keeps_kv=outer_schedule == "allgather",
+        keeps_kv=outer_schedule == "allgather" or (keep and outer_schedule == "hierarchical"),
     )
     return schedule.with_kept_kv() if keep and outer_schedule == "exchange" else schedule

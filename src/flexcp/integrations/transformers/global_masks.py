@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import (
+    LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
     and_masks,
     create_masks_for_generate,
     find_packed_sequence_indices,
@@ -100,12 +101,11 @@ def global_masks(
     """
     view = copy.copy(config.get_text_config(decoder=True))
     view._attn_implementation_internal = _CAPTURE
-    found = create_masks_for_generate(
+    found = _masks_of_layers(
         view,
         torch.empty(()).expand(*facts.shape, 1),  # a stand-in: only its shape is read
         facts.padding,
-        None,
-        position_ids=None if facts.packed is None else _positions_of(facts.packed),
+        None if facts.packed is None else _positions_of(facts.packed),
     )
     if "mask_function" in found:
         found = {"attention": found}
@@ -119,6 +119,23 @@ def global_masks(
         names[kind] = name
         by_name[name] = _mask(parts, facts)
     return by_name, names
+
+
+def _masks_of_layers(
+    config: PreTrainedConfig, inputs_embeds: Tensor, padding: Tensor | None, at: Tensor | None
+) -> Any:
+    """What Transformers itself says: one mask, or one for each layer type."""
+    try:
+        return create_masks_for_generate(config, inputs_embeds, padding, None, position_ids=at)
+    except TypeError as error:
+        # Transformers 5.9 to 5.18 passes chunked layers an argument that they don't take.
+        if "block_sequence_ids" not in str(error) or not hasattr(config, "layer_types"):
+            raise
+        functions: Mapping[str, Any] = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+        return {
+            kind: functions[kind](config, inputs_embeds, padding, None, position_ids=at)
+            for kind in set(config.layer_types)
+        }
 
 
 def _positions_of(packed: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreLike, ScoreMod, examine
@@ -36,6 +35,7 @@ from flexcp.kernels.triton.terms import (
     number,
 )
 from flexcp.masks.graph import Node, Ref
+from flexcp.torch_names import OpOverload, is_transformed
 
 FIRST_OPERAND = 5
 """Where the tensors begin in `given`: after positions of queries and keys, the first batch element
@@ -319,7 +319,7 @@ def _require_readable(tensor: Tensor) -> None:
     """Raises unless a kernel can read a tensor by its address."""
     kind_of(tensor.dtype)
     plain = type(tensor) in (Tensor, torch.nn.Parameter) or type(tensor).__name__ == "FakeTensor"
-    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not plain or is_transformed(tensor):
         raise UnknownStepError(f"a captured tensor of type {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnknownStepError("a captured tensor that is sparse or quantized")

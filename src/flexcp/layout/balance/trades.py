@@ -36,7 +36,7 @@ class Trade:
 def improve(deal: Deal, most: float = math.inf) -> None:
     """Trades of the slowest rank, as long as any is worth it and the price is not too high."""
     for _ in range(deal.objective.tries * len(deal.shares)):
-        if deal.price() > most:
+        if deal.price() > most or len(deal.shares) == 1:
             return
         for turn in _turns(deal):
             trade = turn.best()
@@ -190,7 +190,7 @@ class _Turn:
             lightest = before[light[1] + 1] - before[light[1]]
             dense = max((end for end in ends if end[0] <= lightest + wish), default=ends[0])[1]
             both = [d for d in giver.runs if d in taker.runs]
-            shared = [(d, *run) for d in both[:2] for run in giver.runs[d]]
+            shared = [(d, *giver.runs[d][-1]) for d in both[:2]]
             for document, start, stop in dict.fromkeys([dense, *shared]):
                 rows = min(stop - start, room)
                 if rows > 0 and before[stop] - before[stop - rows] > wish:

@@ -106,7 +106,9 @@ Dtype = Annotated[
 LAYOUT_NAMES = (
     "auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced",
 )  # fmt: skip
-SCHEDULE_NAMES = ("auto", "exchange", "ring", "allgather", "ulysses", "hybrid")
+SCHEDULE_NAMES = (
+    "auto", "exchange", "ring", "allgather", "ulysses", "hybrid", "hierarchical",
+)  # fmt: skip
 LayoutName = Annotated[
     str,
     typer.Option(

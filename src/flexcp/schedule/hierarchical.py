@@ -1,0 +1,138 @@
+"""Hierarchical exchange: rows cross between nodes once, and are passed on within the node.
+
+Where several ranks of a node need rows of another node, each of them fetches a part from the
+owner, and in the next round passes it on to the others. Gradients take the same ways back: ranks of
+the node return theirs to the one that passed the rows on, and it sends the sum home. Within a node,
+and where one rank alone needs a row, this is the exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexcp.layout.row_sets import expand
+from flexcp.schedule.exchange import OwnWork, even_parts
+from flexcp.schedule.needs import Needs
+from flexcp.schedule.tables import Pass, Tasks, Transfers
+
+
+def hierarchical(
+    needs: Needs, ranks_per_node: int, *, keep: bool = False, own_work: OwnWork | None = None
+) -> tuple[Pass, Pass]:
+    """Forward and backward, in as many rounds as memory asks for.
+
+    Args:
+        needs: Who needs what.
+        ranks_per_node: Consecutive ranks that are a node; the last may have fewer.
+        keep: Whether backward has the rows that forward received: then it takes the rounds in the
+            other order, so that those who passed rows on come last.
+        own_work: The work of every rank's own rows, to be spread over rounds.
+    """
+    layout = needs.layout
+    ways = _Ways.of(needs, ranks_per_node)
+    limit = max(1, int(layout.counts.max()) * layout.batch_elements)
+    fetched, passed = Transfers.none(), Transfers.none()
+    relayed = torch.zeros(0, dtype=torch.bool)
+    rounds = 1 if len(ways.user) else 0
+    while rounds:
+        distance = (ways.user - ways.owner) % layout.ranks
+        which, number, start, stop = even_parts(
+            ways.user, distance, ways.start, ways.stop, limit, rounds
+        )
+        fetched = Transfers(number, ways.owner[which], ways.user[which], start, stop)
+        relayed = ways.others[which] > 0
+        part, place = expand(ways.others[which])
+        target = ways.other[ways.first_other[which][part] + place]
+        source = ways.user[which]
+        passed = Transfers(number[part] + 1, source[part], target, start[part], stop[part])
+        if _most_at_once(fetched, passed, layout.ranks) <= limit or rounds > layout.ranks:
+            break
+        rounds = max(rounds + 1, int(number.max()) + 1)
+    moves = _joined(fetched, passed)
+    count = int(moves.round.max()) + 1 if len(moves) else 1
+    own = own_work.spread(count) if own_work and count > 2 else Tasks.of_layout(layout)
+    work = Tasks.after(moves, own)
+    forward = Pass(count, moves, work)
+    if keep:
+        last = count - 1
+        order = torch.argsort(last - work.round, stable=True)
+        columns = (last - work.round, work.rank, work.start, work.stop)
+        home = _joined(_back(fetched, last - fetched.round), _back(passed, last - passed.round))
+        return forward, Pass(count, Transfers.none(), Tasks(*(x[order] for x in columns)), home)
+    # What was passed on is computed a round later, and its gradients are there a round after that.
+    home = _joined(_back(fetched, fetched.round + 2 * relayed), _back(passed, passed.round))
+    rounds = max(count, int(home.round.max()) + 1) if len(home) else count
+    return forward, Pass(rounds, moves, work, home)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """Stretches of rows that come straight from their owner, and to whom they are passed on."""
+
+    user: Tensor
+    owner: Tensor
+    start: Tensor
+    stop: Tensor
+    others: Tensor
+    """int64 [N] How many ranks each is passed on to."""
+    first_other: Tensor
+    """int64 [N] Where those begin in `other`."""
+    other: Tensor
+
+    @classmethod
+    def of(cls, needs: Needs, ranks_per_node: int) -> _Ways:
+        """Every user of a row that comes from another node fetches an equal part of it."""
+        user, owner, start, stop = needs.by_owner
+        node, wide = torch.div(user, ranks_per_node, rounding_mode="floor"), needs.layout.rows + 1
+        far = node != torch.div(owner, ranks_per_node, rounding_mode="floor")
+        begin, end = (node * wide + start)[far], (node * wide + stop)[far]
+        # Segments of rows that the same ranks of a node need, with one line for each of these.
+        edges = torch.unique(torch.cat([begin, end]))
+        first = torch.searchsorted(edges, begin)
+        line, place = expand(torch.searchsorted(edges, end) - first)
+        segment = first[line] + place
+        order = torch.argsort(segment * needs.layout.ranks + user[far][line])
+        segment, who, whose = segment[order], user[far][line][order], owner[far][line][order]
+        offset = (node * wide)[far][line][order]
+        _, inverse, users = torch.unique_consecutive(
+            segment, return_inverse=True, return_counts=True
+        )
+        turn = torch.arange(segment.numel()) - (users.cumsum(0) - users)[inverse]
+        a, size, many = edges[segment], (edges[1:] - edges[:-1])[segment], users[inverse]
+        low = torch.div(size * turn, many, rounding_mode="floor")
+        high = torch.div(size * (turn + 1), many, rounding_mode="floor")
+        # The others of a segment: all of its lines but the own.
+        some, spot = expand(many - 1)
+        spot = spot + (spot >= turn[some])
+        other = who[(users.cumsum(0) - users)[inverse][some] + spot]
+        near, none = ~far, torch.zeros(int((~far).sum()), dtype=torch.int64)
+        filled = low < high
+        return cls(
+            torch.cat([user[near], who[filled]]),
+            torch.cat([owner[near], whose[filled]]),
+            torch.cat([start[near], (a - offset + low)[filled]]),
+            torch.cat([stop[near], (a - offset + high)[filled]]),
+            torch.cat([none, (many - 1)[filled]]),
+            torch.cat([none, ((many - 1).cumsum(0) - (many - 1))[filled]]),
+            other,
+        )
+
+
+def _joined(a: Transfers, b: Transfers) -> Transfers:
+    names = ("round", "source", "target", "start", "stop")
+    return Transfers.ordered(*(torch.cat([getattr(a, n), getattr(b, n)]) for n in names))
+
+
+def _back(table: Transfers, round_: Tensor) -> Transfers:
+    """What was received is sent back, in other rounds."""
+    return Transfers(round_, table.target, table.source, table.start, table.stop)
+
+
+def _most_at_once(fetched: Transfers, passed: Transfers, ranks: int) -> int:
+    """Rows that a rank receives in one round, at most."""
+    moves = _joined(fetched, passed)
+    filled = torch.zeros((int(moves.round.max()) + 1) * ranks, dtype=torch.int64)
+    return int(filled.index_add_(0, moves.round * ranks + moves.target, moves.rows).max())
