@@ -70,7 +70,7 @@ def whole_number(
 def did_you_mean(given: object, names: Iterable[str]) -> str:
     """The question after a name that is not known; nothing if it is like none that are.
 
-    >>> did_you_mean("ballanced", ["contiguous", "balanced"]), did_you_mean("x", ["ring"])
+    >>> did_you_mean("balancedd", ["contiguous", "balanced"]), did_you_mean("x", ["ring"])
     ('did you mean balanced?', '')
     """
     close = get_close_matches(given.lower(), list(names), 1) if isinstance(given, str) else []

@@ -184,7 +184,7 @@ def backward(
     dtype = accumulation_dtype(q.dtype)
     # exp(score - inf) is 0, also for a score of -inf: rows that see nothing get zero gradients.
     lse = lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf)
-    captured = [torch.zeros_like(x) for x in score_mod.captured] if score_mod else []
+    captured = [] if score_mod is None else score_mod.new_sums()
     if fused is not None and not fused.multiplies(q.dtype):
         grad_out, q, k, v, out = (x.to(dtype) for x in (grad_out, q, k, v, out))
     groups = compiled.head_groups(q.shape[0], q.shape[1], k.shape[1])

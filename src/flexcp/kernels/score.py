@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score_chain import ScoreChain, chain_of
 from flexcp.kernels.score_graph import ScoreGraph, ScoreRecorder
 from flexcp.masks.trace import describe
@@ -86,6 +87,14 @@ class ScoreMod:
         if result.shape != tile.shape or 0 in result.stride():
             result = result.expand(tile.shape).clone()
         return result
+
+    def new_sums(self) -> list[Tensor]:
+        """Zeros for the gradient of each captured tensor, in the type in which they are summed."""
+        return [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in self.captured]
+
+    def in_type(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Sums of gradients, in the types of the captured tensors."""
+        return [total.to(x.dtype) for total, x in zip(sums, self.captured, strict=True)]
 
     def pull_back(
         self, tile: Tensor, modified: Tensor, gradient: Tensor, sums: list[Tensor]

@@ -306,9 +306,11 @@ def run_backward(
     dtype = accumulation_dtype(q.dtype)
     grad_q: Tensor | None = None
     mods = [mod for mod in kernel.score_mods if mod is not None]
-    captured = [torch.zeros_like(x) for x in mods[0].captured] if mods else []
+    captured = mods[0].new_sums() if mods else []
     if 0 in (*q.shape[:2], q.shape[3]):
-        return *(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)), captured  # type: ignore[return-value]
+        return *(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)), mods[0].in_type(
+            captured
+        ) if mods else []  # type: ignore[return-value]
     space = take_workspace(program, k, v)
     rounds, _ = space.rounds_of(k, v, kept)
     if program.as_one:
@@ -350,4 +352,5 @@ def run_backward(
     give_workspace(program, space)
     grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
     grad_q = _as_elements(grad_q, batch) if program.as_one else grad_q
-    return grad_q, grad_k, grad_v, captured
+    in_type = mods[0].in_type(captured) if mods else []
+    return grad_q, grad_k, grad_v, in_type

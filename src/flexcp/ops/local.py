@@ -87,7 +87,9 @@ class LocalAttention:
             if sinks is not None:
                 grad_sinks = sinks_gradient(sinks, grads.out, grads.lse, saved.out, saved.lse)
         in_type = (found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype))
-        return Gradients(*in_type, grad_sinks, found.captured)
+        mod = self.score_mod
+        captured = () if mod is None else mod.in_type(found.captured)
+        return Gradients(*in_type, grad_sinks, captured)
 
     def pack(self, saved: Saved) -> list[Tensor]:
         """The extras as they are."""

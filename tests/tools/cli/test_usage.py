@@ -58,7 +58,7 @@ def test_shells_complete_commands(monkeypatch, capsys):
         (["show"], "expected a value for MASK"),
         (["plan", "causal", "--tokens"], "'--tokens' requires an argument"),
         (["plan", "causal", "full"], "unexpected extra argument"),
-        (["plan", "causal", "--tokens", "1K", "--layout", "ballanced"], "did you mean balanced?"),
+        (["plan", "causal", "--tokens", "1K", "--layout", "balancedd"], "did you mean balanced?"),
         (["plan", "causal", "--tokens", "1K", "--schedule", "rng"], "did you mean ring?"),
         (["plan", "causal", "--tokens", "1K", "--machine", "h1000"], "did you mean h100"),
         (["plan", "causal", "--tokens", "1K", "--ranks", "1", "--layout", "nope"], "a layout"),
