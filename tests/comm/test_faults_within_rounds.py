@@ -34,7 +34,7 @@ def run(mesh, schedule, act, when, nth):
             tiles += 1
             if tiles == nth:
                 act()
-        return score * 1.5
+        return score + score  # what can't be done in place, so that it is called on every tile
 
     local = [plan.shard(X, 2).requires_grad_() for _ in range(3)]
     out = flexcp.attention(*local, plan, score_mod=score_mod)

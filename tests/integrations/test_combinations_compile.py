@@ -38,7 +38,7 @@ def test_a_compiled_model_is_a_whole_graph_that_serves_other_plans():
         for cut in range(3, 11):
             documents = masks.document(lengths=[2 * cut, LENGTH - 3 * cut, cut])
             with style.using(plan_of(masks.causal() & documents, cp)) as plan:
-                compiled(plan.shard(BATCHES[0], 1), plan.positions().expand(2, -1))
+                compiled(plan.shard(BATCHES[0], 1), plan.positions().expand(2, -1).contiguous())
         return record, graphs.frame_count - before
 
     for record, added in testing.spawn(rank, 2, timeout=300.0):

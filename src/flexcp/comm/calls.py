@@ -23,7 +23,7 @@ from flexcp.comm.digests import Digests
 from flexcp.comm.labels import CallLabel, PassLabel
 from flexcp.comm.recomputed import RecomputedCalls, saved_tensor_hooks
 from flexcp.errors import FlexCPError
-from flexcp.torch_names import is_in_backward_pass
+from flexcp.torch_names import current_backward_pass
 
 _KINDS = 4096
 """Kinds of calls that a group remembers to have agreed on; the oldest are forgotten, by all ranks
@@ -136,7 +136,7 @@ class Calls(ABC):
         return self._failure(label, self._agreed[label.call.digest], where)
 
     def _next(self, step: str, digest: bytes) -> CallLabel:
-        if is_in_backward_pass():  # in a backward pass
+        if current_backward_pass() != -1:  # in a backward pass
             found = self._recomputed.find()
             if found is not None:
                 return CallLabel(step, digest, *found)
@@ -231,7 +231,7 @@ class OneThread:
         thread = threading.current_thread()
         if self._owner is thread and self._intruder is None:
             return
-        if is_in_backward_pass():
+        if current_backward_pass() != -1:
             return
         if self._intruder is not None and not self._intruder.is_alive():
             self._intruder = None

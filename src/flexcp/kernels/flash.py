@@ -20,15 +20,15 @@ from flexcp.kernels.head_groups import HeadGroup, place, select
 from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.program import Program
-from flexcp.kernels.score import ScoreMod
-from flexcp.kernels.scoring import Scoring, base_for
+from flexcp.kernels.score import ScoreMod, deterministic_sums
 from flexcp.kernels.strips import (
     BackwardInputs,
     GradientSums,
+    Scoring,
     StripResults,
     StripTensors,
     Workspace,
-    deterministic_sums,
+    base_for,
     of_chunk,
     strip_backward,
     strip_forward,

@@ -1,8 +1,11 @@
 """Strips: small pieces computed by batched matrix products, with any score function.
 
 At 128 rows a strip's scores stay in cache, and the time goes into the matrix products, which write
-straight to where their result belongs. Softmax is taken to the base that `scoring.py` says. Key
-heads that several query heads share are never repeated: those heads become further rows.
+straight to where their result belongs. Softmax is taken to the base 2: that costs a third of the
+natural exponential, and the change of base is a factor of a matrix product. But it rounds: where
+scores are so large that their last digit counts, the base is e, as in the fused ops, whose lse then
+fits to the last digit. Key heads that several query heads share are never repeated: those heads
+become further rows.
 
 Letters in names: N batch elements times key heads, R query heads per key head, T rows and U keys
 of a strip, L rows or keys, D head dim.
@@ -10,7 +13,6 @@ of a strip, L rows or keys, D head dim.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -22,13 +24,56 @@ from torch import Tensor
 from flexcp.kernels.dropout import Dropout, drop_, kept_bits_
 from flexcp.kernels.merge import merge_into
 from flexcp.kernels.program import Forbidden, Piece, StripSizes, row_stride
-from flexcp.kernels.scoring import Scoring
+from flexcp.kernels.score import ScoreMod
 
+LOG2_E = math.log2(math.e)
+_LARGE_SCORE = 256.0
+"""From here on, rounding to another base shows in weights: by a factor of 1e-5, or more."""
 _CHUNK_PER_THREAD = 5 << 17
 """Scores held at a time, per thread: more would not stay in cache."""
 _CHUNK_MOST = 1 << 24
 _HASHED = 1 << 17
 """Scores whose dropout is hashed at a time, per thread: half of it costs a tenth more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How scores come from products of rows and keys."""
+
+    scale: float
+    mod: ScoreMod | None
+    q_positions: Tensor | None = None
+    """int64 [Lq] Global positions, as the score function sees them."""
+    kv_positions: Tensor | None = None
+    """int64 [Lkv] Global positions of the keys."""
+    dropout: Dropout | None = None
+    """Of the weights."""
+    base: float = 2.0
+    """Of the exponential: 2, or e for scores so large that a change of base would show."""
+
+    @property
+    def change(self) -> float:
+        """What scores are multiplied with for that base."""
+        return LOG2_E if self.base == 2.0 else 1.0
+
+    def power_(self, x: Tensor) -> Tensor:
+        """The base to the power of x, in place."""
+        return x.exp2_() if self.base == 2.0 else x.exp_()
+
+    def logarithm_(self, x: Tensor) -> Tensor:
+        """The logarithm of x to the base, in place."""
+        return x.log2_() if self.base == 2.0 else x.log_()
+
+
+def base_for(q: Tensor, k: Tensor, scale: float) -> float:
+    """The base of the exponential for the scores of q and k: 2, or e if some may be large.
+
+    On a GPU that would have to be waited for: there it is 2.
+    """
+    if type(q) is not Tensor or q.device.type != "cpu" or not q.numel() or not k.numel():
+        return 2.0
+    most = [float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (q, k)]
+    return math.e if most[0] * most[1] * abs(scale) > _LARGE_SCORE else 2.0
 
 
 def rows_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
@@ -346,15 +391,3 @@ def _forbid_modified(scores: Tensor, piece: Piece) -> None:
             tile.narrow(2, edge.c0, edge.c1 - edge.c0).masked_fill_(
                 edge.pairs.to(scores.device), -torch.inf
             )
-
-
-@contextlib.contextmanager
-def deterministic_sums() -> Iterator[None]:
-    """Scatter-adds in a fixed order: the gradients of captured tensors are made of them."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)

@@ -48,9 +48,11 @@ def hierarchical(
         target = ways.other[ways.first_other[which][part] + place]
         source = ways.user[which]
         passed = Transfers(number[part] + 1, source[part], target, start[part], stop[part])
-        if _most_at_once(fetched, passed, layout.ranks) <= limit or rounds > layout.ranks:
+        most = _most_at_once(fetched, passed, layout.ranks)
+        if most <= limit or rounds > layout.ranks:
             break
-        rounds = max(rounds + 1, int(number.max()) + 1)
+        tried = int(number.max())
+        rounds = max(rounds + 1, tried + 1, tried * most // limit)
     moves = _joined(fetched, passed)
     count = int(moves.round.max()) + 1 if len(moves) else 1
     own = own_work.spread(count) if own_work and count > 2 else Tasks.of_layout(layout)
@@ -133,6 +135,8 @@ def _back(table: Transfers, round_: Tensor) -> Transfers:
 
 def _most_at_once(fetched: Transfers, passed: Transfers, ranks: int) -> int:
     """Rows that a rank receives in one round, at most."""
-    moves = _joined(fetched, passed)
-    filled = torch.zeros((int(moves.round.max()) + 1) * ranks, dtype=torch.int64)
-    return int(filled.index_add_(0, moves.round * ranks + moves.target, moves.rows).max())
+    rounds = max(int(x.round.max()) for x in (fetched, passed) if len(x)) + 1
+    filled = torch.zeros(rounds * ranks, dtype=torch.int64)
+    for moves in (fetched, passed):
+        filled.index_add_(0, moves.round * ranks + moves.target, moves.rows)
+    return int(filled.max())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexcp.kernels.strips import deterministic_sums
+from flexcp.kernels.score import deterministic_sums
 from flexcp.kernels.triton.available import captured_kernel
 from flexcp.kernels.triton.launch import Launch, has_no_numbers
 

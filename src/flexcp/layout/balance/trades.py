@@ -190,7 +190,7 @@ class _Turn:
             lightest = before[light[1] + 1] - before[light[1]]
             dense = max((end for end in ends if end[0] <= lightest + wish), default=ends[0])[1]
             both = [d for d in giver.runs if d in taker.runs]
-            shared = [(d, *giver.runs[d][-1]) for d in both[:2]]
+            shared = [(d, *run) for d in both[:2] for run in giver.runs[d]]
             for document, start, stop in dict.fromkeys([dense, *shared]):
                 rows = min(stop - start, room)
                 if rows > 0 and before[stop] - before[stop - rows] > wish:
