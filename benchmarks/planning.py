@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from documents import packed_document_lengths, published_packs
-from planning_report import SHOWN, draw, print_cells, print_packs, print_targets
+from planning_report import MACHINES, SHOWN, draw, print_cells, print_packs, print_targets
 
 from flexcp import BlockGrid, Mask, build_block_grid, masks
 from flexcp.layout import (
@@ -38,7 +38,7 @@ from flexcp.layout import (
     rows_needed,
 )
 from flexcp.layout.work import Work, area_per_rank
-from flexcp.plan import PRESETS, AttentionShape, make_plan, price
+from flexcp.plan import AttentionShape, make_plan, price
 from flexcp.plan.traffic import traffic
 from flexcp.plan.work_profile import WorkProfile
 from flexcp.schedule import Schedule, make_schedule
@@ -72,7 +72,6 @@ TARGETS = (
 )
 MORE = ("prefix-LM", "block-causal", "shared prefix", "window 4096 + global", "window 4096")
 CELLS = ((1 << 17, 8), (1 << 17, 32), (1 << 19, 32), (1 << 20, 64), (1 << 22, 512))
-MACHINES = [m for m in PRESETS if m.name in ("cpu-gloo", "h100-nvlink", "h100-ib", "pcie")]
 CELL_MASKS = (
     "causal",
     "full",
