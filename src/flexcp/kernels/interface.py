@@ -278,13 +278,24 @@ def allowed_pairs(shapes: Shapes, plane: int = 0) -> Tensor:
     tensor([[1, 0],
             [1, 1]], dtype=torch.int32)
     """
-    found = torch.zeros(shapes.q_len, shapes.kv_len, dtype=torch.int32)
-    for slab in shapes.planes[plane].slabs:
-        row = torch.arange(slab.rows)[:, None]
-        key = torch.arange(shapes.kv_len)
-        inside = (key >= slab.k0 + row * slab.k0_step) & (key < slab.k1 + row * slab.k1_step)
-        found[slab.q0 : slab.q1] += inside
-    for tile in shapes.planes[plane].tiles:
-        found[tile.q0 : tile.q1, tile.k0 : tile.k1] += tile.bits
-    assert int(found.max()) <= 1 if found.numel() else True, "a pair is covered twice"
-    return found.bool()
+    found = pairs_within(shapes.planes[plane], 0, shapes.q_len, 0, shapes.kv_len)
+    assert int(found.sum()) == shapes.planes[plane].area, "a pair is covered twice"
+    return found
+
+
+def pairs_within(plane: Plane, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+    """Bool [q1 - q0, k1 - k0]: where a pair of these rows and columns may attend."""
+    allowed = torch.zeros(q1 - q0, k1 - k0, dtype=torch.bool)
+    column = torch.arange(k0, k1)
+    for slab in plane.slabs:
+        if slab.q0 < q1 and slab.q1 > q0:
+            s = slab.cut(max(slab.q0, q0), min(slab.q1, q1))
+            i = torch.arange(s.rows)[:, None]
+            inside = (column >= s.k0 + i * s.k0_step) & (column < s.k1 + i * s.k1_step)
+            allowed[s.q0 - q0 : s.q1 - q0] |= inside
+    for t in plane.tiles:
+        if t.q0 < q1 and t.q1 > q0:
+            rows = slice(max(t.q0, q0), min(t.q1, q1))
+            part = t.bits[rows.start - t.q0 : rows.stop - t.q0]
+            allowed[rows.start - q0 : rows.stop - q0, t.k0 - k0 : t.k1 - k0] |= part
+    return allowed

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexcp.masks.graph import Node, Ref
+from flexcp.masks.graph import Node, Ref, reads_of
 from flexcp.torch_names import OpOverload
 
 SCORE_INPUTS = ("score", "b", "h", "q", "kv")
@@ -59,7 +59,7 @@ class ScoreRecorder:
         """Notes an operation on what depends on the arguments."""
         references = tuple(self._reference(x) for x in args)
         named = {name: self._reference(x) for name, x in kwargs.items()}
-        reads = self._reads((references, tuple(named.values())))
+        reads = reads_of((references, tuple(named.values())), self.nodes)
         for made in [result] if isinstance(result, Tensor) else result:
             node = Node(op, references, named, None, reads, made.dtype, made.dtype, ())
             self.nodes.append(node)
@@ -92,10 +92,3 @@ class ScoreRecorder:
         if isinstance(value, (tuple, list)):
             return [self._reference(item) for item in value]
         return value
-
-    def _reads(self, value: Any) -> frozenset[str]:
-        if isinstance(value, Ref):
-            return self.nodes[value.node].reads
-        if isinstance(value, (tuple, list)):
-            return frozenset().union(*(self._reads(item) for item in value))
-        return frozenset()

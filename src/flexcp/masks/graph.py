@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -230,6 +230,11 @@ def _refs(value: Any) -> Iterable[int]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _refs(item)
+
+
+def reads_of(value: Any, nodes: Sequence[Node]) -> frozenset[str]:
+    """The inputs that operands depend on."""
+    return frozenset().union(*(nodes[i].reads for i in _refs(value)))
 
 
 def _with_dimension(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexcp import torch_names
 from flexcp.errors import FlexCPError
-from flexcp.masks.graph import INPUTS, MaskGraph, Node, Ref, frozen, op_name
+from flexcp.masks.graph import INPUTS, MaskGraph, Node, Ref, frozen, op_name, reads_of
 from flexcp.torch_names import OpOverload, TorchDispatchMode
 
 MaskMod = Callable[..., Tensor]
@@ -247,7 +247,9 @@ class _Recorder(TorchDispatchMode):
             tuple(args),
             kwargs,
             None,
-            frozenset() if name in _SHAPE_ONLY else self._reads((args, list(kwargs.values()))),
+            frozenset()
+            if name in _SHAPE_ONLY
+            else reads_of((args, list(kwargs.values())), self.nodes),
             result.dtype,
             promoted,
             tuple(result.shape),
@@ -266,13 +268,6 @@ class _Recorder(TorchDispatchMode):
         if any(self.nodes[ref.node].shape for ref in inner.args[1]):
             return args
         return (inner.args[0], [*inner.args[1], *args[1]])
-
-    def _reads(self, value: Any) -> frozenset[str]:
-        if isinstance(value, Ref):
-            return self.nodes[value.node].reads
-        if isinstance(value, (tuple, list)):
-            return frozenset().union(*(self._reads(item) for item in value))
-        return frozenset()
 
     def _reference(self, tensor: Tensor) -> Ref:
         if isinstance(tensor, _Index):

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.head_groups import HeadGroup, select
-from flexcp.kernels.interface import Plane
+from flexcp.kernels.interface import Plane, pairs_within
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.program import forbidden_columns
 from flexcp.kernels.score import ScoreFunction
@@ -29,7 +29,7 @@ from flexcp.ops.fetch import fetch_of, fetch_rows
 from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 from flexcp.ops.positions import in_translation, looking_up, positions_of
 from flexcp.ops.sharded import shifted
-from flexcp.ops.traced_rows import allowed_pairs, attend_by_rows
+from flexcp.ops.traced_rows import attend_by_rows
 from flexcp.ops.traced_scores import attend_to_scores, modified, recomputed
 from flexcp.plan import Plan
 from flexcp.torch_names import compiles_for_many, constant_in_graphs
@@ -243,7 +243,7 @@ def _blocks(plane: Plane, q_len: int) -> list[_Block]:
         if not bounds:
             continue
         k0, k1 = min(b[0] for b in bounds), max(b[1] for b in bounds)
-        allowed = allowed_pairs(plane, q0, q1, k0, k1)
+        allowed = pairs_within(plane, q0, q1, k0, k1)
         forbidden, _ = forbidden_columns(allowed)
         edges = tuple((f.c0, f.c1, f.pairs) for f in forbidden)
         found.append(_Block(q0, q1, k0, k1, edges))

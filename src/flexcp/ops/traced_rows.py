@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexcp.graph_handles import owner_of
 from flexcp.kernels.dropout import Dropout
-from flexcp.kernels.interface import Plane
+from flexcp.kernels.interface import pairs_within
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.arguments import needs_gradients
@@ -130,7 +130,7 @@ def forbidden_pairs(handle: Tensor, q: Tensor, k: Tensor, rows: Tensor) -> Tenso
     last = int(asked[-1]) + 1 if len(asked) else 0
     found = torch.ones(batch, heads, len(asked), kv_len, dtype=torch.bool)
     for group in shapes.head_groups(batch, heads, k.shape[1]):
-        allowed = allowed_pairs(shapes.shapes.planes[group.plane], first, last, 0, kv_len)
+        allowed = pairs_within(shapes.shapes.planes[group.plane], first, last, 0, kv_len)
         forbidden = ~allowed[asked - first]
         for b in group.batch_elements:
             for h in group.q_heads:
@@ -141,21 +141,3 @@ def forbidden_pairs(handle: Tensor, q: Tensor, k: Tensor, rows: Tensor) -> Tenso
 @forbidden_pairs.register_fake
 def _(handle: Tensor, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG001
     return q.new_empty((q.shape[0], q.shape[1], rows.shape[0], k.shape[2]), dtype=torch.bool)
-
-
-def allowed_pairs(plane: Plane, q0: int, q1: int, k0: int, k1: int) -> Tensor:
-    """Bool [q1 - q0, k1 - k0]: where a pair of these rows and columns may attend."""
-    allowed = torch.zeros(q1 - q0, k1 - k0, dtype=torch.bool)
-    column = torch.arange(k0, k1)
-    for slab in plane.slabs:
-        if slab.q0 < q1 and slab.q1 > q0:
-            s = slab.cut(max(slab.q0, q0), min(slab.q1, q1))
-            i = torch.arange(s.rows)[:, None]
-            inside = (column >= s.k0 + i * s.k0_step) & (column < s.k1 + i * s.k1_step)
-            allowed[s.q0 - q0 : s.q1 - q0] |= inside
-    for t in plane.tiles:
-        if t.q0 < q1 and t.q1 > q0:
-            rows = slice(max(t.q0, q0), min(t.q1, q1))
-            part = t.bits[rows.start - t.q0 : rows.stop - t.q0]
-            allowed[rows.start - q0 : rows.stop - q0, t.k0 - k0 : t.k1 - k0] |= part
-    return allowed

@@ -68,13 +68,13 @@ def read_lse(base, rows_left, BM: tl.constexpr):
 
 
 @triton.jit
-def dq_step(
-    q, g, k, v, lse, delta, sums, score_scale, allowed, kept, factor,
+def score_gradients(
+    q, g, k, v, lse, delta, score_scale, allowed, kept, factor,
     batch, head, q_index, key_index, given,
     MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr, SCORE: tl.constexpr,
     PULL_BACK: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one key tile gives to the gradient of the queries."""
+    """[BM, BN] The gradients of a tile's scores; with SCORE, of what PULL_BACK says of them."""
     products = product(q, k.T, WIDEN)
     scores = products
     if SCORE is not None:
@@ -91,6 +91,21 @@ def dq_step(
             grad_scores, products, batch, head, q_index[:, None], key_index[None, :], given
         )
         grad_scores = tl.where(scores == float("-inf"), 0.0, found)
+    return grad_scores
+
+
+@triton.jit
+def dq_step(
+    q, g, k, v, lse, delta, sums, score_scale, allowed, kept, factor,
+    batch, head, q_index, key_index, given,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr, SCORE: tl.constexpr,
+    PULL_BACK: tl.constexpr,
+):  # fmt: skip
+    """Adds what one key tile gives to the gradient of the queries."""
+    grad_scores = score_gradients(
+        q, g, k, v, lse, delta, score_scale, allowed, kept, factor,
+        batch, head, q_index, key_index, given, MASKED, DROPOUT, WIDEN, SCORE, PULL_BACK,
+    )  # fmt: skip
     return add_product(sums, grad_scores.to(k.dtype), k, WIDEN)
 
 

@@ -8,12 +8,11 @@ a query read the same element, of each query, its keys added up. `captured_sums.
 import triton
 import triton.language as tl
 
-from flexcp.kernels.triton.backward import read_lse
+from flexcp.kernels.triton.backward import read_lse, score_gradients
 from flexcp.kernels.triton.tile_steps import (
     is_kept,
     kernel,
     key_hashes,
-    product,
     read,
     read_bits,
     read_index,
@@ -25,24 +24,13 @@ from flexcp.kernels.triton.tile_steps import (
 
 
 @triton.jit
-def read_gradients(
-    q, g, k, v, lse, delta, score_scale, allowed, kept, factor,
-    batch, head, q_index, key_index, given,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, WIDEN: tl.constexpr, SCORE: tl.constexpr,
-    PULL: tl.constexpr,
-):  # fmt: skip
-    """[BM, BN] The gradient of the number that each pair of a tile has read."""
-    products = product(q, k.T, WIDEN)
-    scores = SCORE(products, batch, head, q_index, key_index, given)
-    if MASKED:
-        scores = tl.where(allowed, scores, float("-inf"))
-    weights = tl.math.exp2(scores * score_scale - lse[:, None])
-    grad_weights = product(g, v.T, WIDEN)
-    if DROPOUT:
-        grad_weights = tl.where(kept, grad_weights * factor, 0.0)
-    grad_scores = weights * (grad_weights - delta[:, None])
-    found = PULL(grad_scores, products, batch, head, q_index, key_index, given)
-    return tl.where(scores == float("-inf"), 0.0, found)
+def store_pairs(
+    values, elements, found, batch, head, q_index, key_index, given, inside, ELEMENT: tl.constexpr
+):
+    """Writes the gradient of each pair that is inside, and the number of the element it read."""
+    which = ELEMENT(batch, head, q_index[:, None], key_index[None, :], given)
+    tl.store(values, found, mask=inside)
+    tl.store(elements, which + tl.zeros(found.shape, tl.int64), mask=inside)
 
 
 @kernel
@@ -100,7 +88,7 @@ def lookup_gradients(
     )  # fmt: skip
     k_offsets = tile_offsets(k_row, UNIT, BN, D)
     v_offsets = tile_offsets(v_row, UNIT, BN, DV)
-    q_index = read_index(given[0], first, rows_left, BM, True)[:, None]
+    q_index = read_index(given[0], first, rows_left, BM, True)
     if DROPOUT:
         q_positions = tl.load(
             q_at + batch * q_at_batch + first + rows, mask=rows < rows_left, other=0
@@ -127,23 +115,23 @@ def lookup_gradients(
                 v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, BN,
                 VALUE_DIM, False, UNIT, TMA,
             )  # fmt: skip
-            key_index = read_index(given[1], row, BN, BN, False)[None, :]
+            key_index = read_index(given[1], row, BN, BN, False)
             kept = True
             if DROPOUT:
                 key_hash = key_hashes(seed, tl.load(key_positions + row))
                 kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
-            found = read_gradients(
+            found = score_gradients(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, score_scale, True, kept,
                 factor, batch, head, q_index, key_index, given, False, DROPOUT, WIDEN, SCORE, PULL,
             )  # fmt: skip
             if BY_ROW:
                 sums += tl.sum(found, 1)
             else:
-                which = ELEMENT(batch, head, q_index, key_index, given)
-                which = which + tl.zeros([BM, BN], tl.int64)
                 inside = (rows < rows_left)[:, None]
-                tl.store(values + row + places, found, mask=inside)
-                tl.store(elements + row + places, which, mask=inside)
+                store_pairs(
+                    values + row + places, elements + row + places, found, batch, head, q_index,
+                    key_index, given, inside, ELEMENT,
+                )  # fmt: skip
 
     for at in tl.range(tl.load(partial_start + line), tl.load(partial_start + line + 1)):
         row = tl.load(partial_tile + at) * BN
@@ -157,26 +145,27 @@ def lookup_gradients(
                 v, batch, kv_head, row, v_batch, v_head, v_row, v_offsets, kv_len - row,
                 VALUE_DIM, True, UNIT, TMA,
             )  # fmt: skip
-            key_index = read_index(given[1], row, kv_len - row, BN, True)[None, :]
+            key_index = read_index(given[1], row, kv_len - row, BN, True)
             kept = True
             if DROPOUT:
                 positions = tl.load(key_positions + row, mask=cols < kv_len - row, other=0)
                 key_hash = key_hashes(seed, positions)
                 kept = is_kept(row_hash[:, None], again[:, None], key_hash[None, :], threshold)
-            found = read_gradients(
+            found = score_gradients(
                 q_tile, g_tile, k_tile, v_tile, row_lse, row_delta, score_scale, allowed, kept,
                 factor, batch, head, q_index, key_index, given, True, DROPOUT, WIDEN, SCORE, PULL,
             )  # fmt: skip
             if BY_ROW:
                 sums += tl.sum(found, 1)
             else:
-                which = ELEMENT(batch, head, q_index, key_index, given)
-                which = which + tl.zeros([BM, BN], tl.int64)
                 inside = allowed & (rows < rows_left)[:, None]
-                tl.store(values + row + places, found, mask=inside)
-                tl.store(elements + row + places, which, mask=inside)
+                store_pairs(
+                    values + row + places, elements + row + places, found, batch, head, q_index,
+                    key_index, given, inside, ELEMENT,
+                )  # fmt: skip
 
     if BY_ROW:
-        which = ELEMENT(batch, head, q_index, q_index, given) + tl.zeros([BM, 1], tl.int64)
+        one = q_index[:, None]
+        which = ELEMENT(batch, head, one, one, given) + tl.zeros([BM, 1], tl.int64)
         tl.store(values + rows, sums, mask=rows < rows_left)
         tl.store(elements + rows[:, None], which, mask=(rows < rows_left)[:, None])

@@ -12,9 +12,8 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, did_you_mean
 from flexcp.units import parse_size
 
 CATALOGUE = {
@@ -289,7 +288,4 @@ def _number_or_text(word: str) -> Value:
 
 
 def _hint(name: str) -> str:
-    close = get_close_matches(name, CATALOGUE, 1)
-    if close:
-        return f"did you mean {close[0]}?"
-    return "write package.module:function for a mask of your own"
+    return did_you_mean(name, CATALOGUE) or "write package.module:function for a mask of your own"
