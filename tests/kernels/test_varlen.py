@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexcp
 from flexcp import FlexCPError, masks
+from flexcp.kernels import varlen
 from flexcp.kernels.compiled_shapes import compiled_shapes_of
 from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.interface import Shapes, allowed_pairs
@@ -61,10 +62,19 @@ def scores_of(q: Tensor, k: Tensor, call: VarlenCall, scale: float) -> Tensor:
     return scores.masked_fill(~pairs_of(call), -torch.inf)
 
 
+def assert_readable(*tensors: Tensor) -> None:
+    """FlashAttention reads 16 bytes at a time, and takes the elements of a row to be neighbours."""
+    for x in tensors:
+        assert x.stride(-1) == 1
+        steps = (step * x.element_size() for step in x.stride()[:-1])
+        assert all(step % 16 == 0 for step in (x.data_ptr(), *steps))
+
+
 def op_forward(
     q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention's forward: 0 and an lse of +inf where a row sees no key."""
+    assert_readable(q, k, v)
     scores = scores_of(q, k, call, scale)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -77,6 +87,8 @@ def op_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FlashAttention's backward; keys that no row sees are left as they were: NaN here."""
+    assert_readable(g, q, k, v, out)
+    assert lse.is_contiguous()
     share = q.shape[1] // k.shape[1]
     p = (scores_of(q, k, call, scale) - lse[..., None]).exp()
     dp = torch.einsum("qhd,khd->hqk", g, v.repeat_interleave(share, 1))
@@ -200,6 +212,36 @@ def test_more_rows_than_keys_and_the_other_way(mask: flexcp.Mask, lengths: tuple
     calls = varlen_calls(shapes, 1)
     if calls is not None:
         assert torch.equal(covered(shapes, 1, calls), allowed_pairs(shapes))
+
+
+def test_tensors_are_given_to_the_op_as_it_reads_memory() -> None:
+    causal = compiled_shapes_of(flexcp.build_block_grid(masks.causal(), 60))
+    across = torch.randn(1, 2, 8, 60, dtype=torch.float64).transpose(2, 3)
+    shifted = torch.randn(60 * 2 * 8 + 1, dtype=torch.float64)[1:].view(1, 2, 60, 8)
+    odd = torch.randn(1, 2, 60, 9, dtype=torch.float64)[..., :8]
+    given = (across, shifted, odd)
+    grad_out = torch.ones((), dtype=torch.float64).expand(1, 2, 60, 8)  # of out.sum()
+    found = []
+    for kernel in (VarlenKernel(EMULATED, None), FlashKernel(None)):
+        part = kernel.forward(*given, causal, scale=0.3)
+        lse = torch.stack([part.lse, part.lse], -1)[..., 0]
+        back = kernel.backward(grad_out, *given, part.out, lse, causal, scale=0.3)
+        found.append((part.out, back.q, back.k, back.v))
+    for x, y in zip(*found, strict=True):
+        assert_close(x, y)
+
+
+def test_flash_attention_4_leaves_large_head_dims_to_other_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(varlen, "current_flash_attention_impl", lambda: "FA4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with FakeTensorMode():
+        for dim, taken in ((128, True), (256, False)):
+            x = torch.empty(1, 8, 500, dim, dtype=torch.bfloat16, device="cuda")
+            assert (CUDA_VARLEN.refuses(x, x) is None) == taken
+        assert "FlashAttention 4 here" in str(CUDA_VARLEN.refuses(x, x))
 
 
 def test_scales_of_another_sign_and_single_rows_go_to_the_other_kernel() -> None:

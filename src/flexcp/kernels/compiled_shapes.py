@@ -116,6 +116,12 @@ class CompiledShapes:
                 self._positions[key] = found
         return found
 
+    @cached_property
+    def are_apart(self) -> bool:
+        """Whether no two queries, and no two keys, have the same global position."""
+        given = (self.shapes.q_positions, self.shapes.kv_positions)
+        return all(x is None or x.unique().numel() == x.numel() for x in given)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the shapes and programs, about."""

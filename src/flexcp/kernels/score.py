@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.chained_lookups import joined_lookups
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score_chain import ScoreChain, chain_of
 from flexcp.kernels.score_graph import ScoreGraph, ScoreRecorder
+from flexcp.masks.graph import op_name
 from flexcp.masks.trace import describe
 from flexcp.packing import tensor_bytes
 from flexcp.torch_names import OpOverload, TorchDispatchMode, has_kernel_for, is_transformed
@@ -56,6 +58,9 @@ class ScoreMod:
     the CPU and need no gradient."""
     graph: ScoreGraph | None = None
     """What it does to a tile, step by step; None if it can't be called on one."""
+    unlike: str | None = None
+    """Why what it does can't be told from its steps: the first one that does not act on each score
+    alone, or that has a derivative of its own; None if there is none."""
     first_batch: int = 0
     """The number, to the function, of the first batch element that a kernel gets."""
     first_head: int = 0
@@ -145,14 +150,20 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
             f"{function!r} of type {type(function).__name__}",
             "pass a function, or None",
         )
-    try:
+    on_tiles, unlike, called = False, None, function
+    for on_tile in (function, joined_lookups(function)):
         watcher = _Watcher()
-        result = watcher.watch(function, _inputs(dtype, device, dims=4))
-        on_tiles = watcher.acts_alone
-    except FlexCPError:
-        raise
-    except Exception:  # not written for tiles; if it fails on single scores too, that is raised
-        on_tiles = False
+        try:
+            result = watcher.watch(on_tile, _inputs(dtype, device, dims=4))
+        except FlexCPError:
+            raise
+        except Exception as error:  # not written for tiles; if it fails on scores too, that counts
+            unlike = unlike or watcher.unlike or f"a step that fails on tiles ({error})"
+            continue
+        if watcher.acts_alone:
+            on_tiles, unlike, called = True, watcher.unlike, on_tile
+            break
+        unlike = unlike or watcher.unlike
     if not on_tiles:
         watcher = _Watcher()
         result = watcher.watch(_mapped(function), _inputs(dtype, device, dims=0))
@@ -171,8 +182,8 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
             "index captured tensors in all of their dimensions, as in bias[h, q_idx, kv_idx]",
         )
     return ScoreMod(
-        function, tuple(watcher.captured), on_tiles, watcher.changes_score, watcher.digest(),
-        watcher.graph if on_tiles else None,
+        called, tuple(watcher.captured), on_tiles, watcher.changes_score, watcher.digest(),
+        watcher.graph if on_tiles else None, unlike,
     )  # fmt: skip
 
 
@@ -214,6 +225,7 @@ class _Watcher(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.captured: list[Tensor] = []
         self.acts_alone = True
+        self.unlike: str | None = None
         self.changes_score = False
         self._touched: dict[int, Tensor] = {}
         self._made_here: dict[int, Tensor] = {}
@@ -266,7 +278,13 @@ class _Watcher(TorchDispatchMode):
         assert self._recorder is not None
         if touched:
             self._recorder.add(func, args, kwargs, result)
-            self.acts_alone &= self._alone(func, args)
+            if not self._alone(func, args):
+                self.acts_alone = False
+                self._say(
+                    f"the operation {op_name(func)!r}, which does not act on each score alone"
+                )
+            if not torch.is_grad_enabled():
+                self._say(f"the operation {op_name(func)!r} in torch.no_grad or autograd.Function")
             if func._schema.is_mutable:
                 self.changes_score = True
         else:
@@ -285,6 +303,9 @@ class _Watcher(TorchDispatchMode):
         if isinstance(value, (tuple, list)):
             return [self._told(item) for item in value]
         return value
+
+    def _say(self, what: str) -> None:
+        self.unlike = self.unlike or what
 
     def _note(self, x: Tensor) -> None:
         if x.requires_grad and all(x is not known for known in self.captured):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.compiled_shapes import CompiledShapes
@@ -144,7 +145,7 @@ class VarlenKernel:
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         tensors = [_packed(x) for x in (grad_out.to(q.dtype), q, k, v, out.to(q.dtype))]
         g, q_, k_, v_, out_ = tensors
-        lse_ = lse.to(dtype).transpose(0, 1).reshape(q.shape[1], -1)
+        lse_ = lse.to(dtype).transpose(0, 1).reshape(q.shape[1], -1).contiguous()
         whole = len(calls) == 1 and calls[0].is_whole(q_.shape[0], k_.shape[0])
         if whole:
             dq, dk, dv = self.ops.backward(g, q_, k_, v_, out_, lse_, calls[0], scale)
@@ -205,15 +206,38 @@ def _part(x: Tensor, part: slice, dim: int = 0) -> Tensor:
     return x.narrow(dim, part.start, part.stop - part.start)
 
 
+_ALIGNMENT = 16
+"""Bytes that FlashAttention's loads are aligned to."""
+
+
 def _packed(x: Tensor) -> Tensor:
-    """[B, H, L, D] as [B * L, H, D]; a view where the tokens are next to each other in memory."""
-    return x.transpose(1, 2).flatten(0, 1)
+    """[B, H, L, D] as [B * L, H, D]; a view where the op can read it as it lies in memory.
+
+    The op takes no other rows than those whose elements are next to each other, and reads 16 bytes
+    at a time without asking whether they are aligned.
+    """
+    packed = x.transpose(1, 2).flatten(0, 1)
+    steps = [
+        s * x.element_size() for n, s in zip(packed.shape, packed.stride(), strict=True) if n > 1
+    ]
+    aligned = all(step % _ALIGNMENT == 0 for step in steps[:-1])
+    if type(x) is Tensor and not x.is_meta:
+        aligned &= packed.data_ptr() % _ALIGNMENT == 0
+    return (
+        packed
+        if packed.stride(-1) == 1 and aligned
+        else packed.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _unpacked(x: Tensor, batch: int) -> Tensor:
     """[B * L, H, D] as [B, H, L, D], a view."""
     by_element: Tensor = x.unflatten(0, (batch, -1))
     return by_element.transpose(1, 2)
+
+
+_LARGEST_OF_FA4 = 128
+"""Where keys and values have the same head dim."""
 
 
 def _cuda_refuses(name: str, q: Tensor) -> str | None:
@@ -225,6 +249,8 @@ def _cuda_refuses(name: str, q: Tensor) -> str | None:
     capability = torch.cuda.get_device_capability(q.device)
     if capability < (8, 0):
         return f"{name} needs a GPU of compute capability 8.0 or higher"
+    if current_flash_attention_impl() == "FA4" and q.shape[-1] > _LARGEST_OF_FA4:
+        return f"{name}, which is FlashAttention 4 here, takes head dims up to {_LARGEST_OF_FA4}"
     if q.shape[-1] > 192 and capability not in ((8, 0), (9, 0), (10, 0)):
         return f"{name} has no backward pass for head dims above 192 on this GPU"
     return None

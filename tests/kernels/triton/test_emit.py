@@ -75,7 +75,7 @@ def compare(function: Callable[..., Tensor], captured: tuple[Tensor, ...] = ()) 
     evaluate[(1,)](products, g, value, slope, *numbers, functions["score"], functions["pull_back"])
     exact = (products.double() * SCALE).requires_grad_()
     b, h = torch.tensor(BATCH + FIRST_BATCH), torch.tensor(HEAD + FIRST_HEAD)
-    wanted = function(exact, b.view(1, 1), h.view(1, 1), Q_AT[:, None], K_AT)
+    wanted = mod.function(exact, b.view(1, 1), h.view(1, 1), Q_AT[:, None], K_AT)
     wanted = wanted.to(torch.float64).expand(N, N)
     if not wanted.requires_grad:
         wanted = wanted + 0.0 * exact.detach().requires_grad_()
@@ -134,6 +134,9 @@ ARITHMETIC: dict[str, Callable[..., Tensor]] = {
     "powers": lambda s, b, h, q, k: s**2 - s**3 / 9 + (s * s + 1) ** -0.5 + 1.5**s,
     "roots": lambda s, b, h, q, k: (s * s + 2).sqrt() + (s * s + 2).rsqrt().log() + s.abs(),
     "logarithms": lambda s, b, h, q, k: torch.log1p(s * s) + torch.log2(s.exp() + 1) + s.exp2(),
+    "real powers": lambda s, b, h, q, k: (
+        (s * s + 0.1) ** 0.7 - ((q - k).abs() * 0.1 + 0.01) ** 1.5 + torch.log10(s * s + 1)
+    ),
     "waves": lambda s, b, h, q, k: torch.sin(s) * torch.cos(q * 0.1) + torch.erf(s),
     "extremes": lambda s, b, h, q, k: torch.maximum(s, -s) + torch.minimum(s, 0.1 * q) * 2,
     "bounds": lambda s, b, h, q, k: s.clamp(-1, 1.5) + s.clamp(min=0.2) * s.clamp(max=0.3),
@@ -173,6 +176,10 @@ LOOKUPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "through an index": (lambda s, b, h, q, k: s * PAIRS[STARTS[k], q], (PAIRS,)),
     "made of what is captured": (
         lambda s, b, h, q, k: s * (SLOPES * 2).sigmoid()[h] + PAIRS.t()[q, k], (SLOPES, PAIRS)),
+    "a learned power": (
+        lambda s, b, h, q, k: s - (0.5 + (q - k).abs()) ** (SLOPES[h] * 0.5), (SLOPES,)),
+    "step by step": (lambda s, b, h, q, k: s * PAIRS[q][k] + RELATIVE[h][q - k], (PAIRS, RELATIVE)),
+    "through ids, step by step": (lambda s, b, h, q, k: s + PAIRS[IDS[q]][IDS[k]], (PAIRS,)),
     "in two ways": (lambda s, b, h, q, k: torch.tanh(s + SLOPES[h]) * SLOPES[h % 2], (SLOPES,)),
 }  # fmt: skip
 
@@ -241,14 +248,35 @@ def test_an_index_outside_of_its_tensor_makes_the_score_nan() -> None:
     assert torch.equal(value[inside], s[inside] * SCALE + table[Q_AT[inside]][:, None])
 
 
+class Rounded(torch.autograd.Function):
+    """A step with a derivative of its own, which its operations don't tell."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    with torch.no_grad():
+        slope = SLOPES[h]
+    return s * slope
+
+
 @pytest.mark.parametrize(
     ("what", "function"),
     [
         ("the operation 'i0'", lambda s, b, h, q, k: torch.special.i0(s)),
         ("the operation 'atan2'", lambda s, b, h, q, k: torch.atan2(s, s + 3)),
-        ("steps that do not act on each score alone", lambda s, b, h, q, k: s + PAIRS[q].sum()),
+        ("'index', which does not act on each", lambda s, b, h, q, k: s + PAIRS[q].sum()),
+        ("'bucketize', which does not act", lambda s, b, h, q, k: s + torch.bucketize(q, IDS)),
         ("numbers of type torch.uint8", lambda s, b, h, q, k: s + (SMALL_IDS[q] - SMALL_IDS[k])),
-        ("an exponent that is no fixed number", lambda s, b, h, q, k: s.abs() ** (s * 0.1)),
+        ("the power 9.0", lambda s, b, h, q, k: s**9),
+        ("the operation 'round' in torch.no_grad or", lambda s, b, h, q, k: Rounded.apply(s)),
+        ("the operation 'index' in torch.no_grad or", without_gradient),
         ("looked up by a score", lambda s, b, h, q, k: s * SLOPES[s.long() % 2]),
         (
             "a change in place of what may have a second name",

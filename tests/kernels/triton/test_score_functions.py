@@ -15,10 +15,12 @@ from flexcp import FlexCPError, masks
 from flexcp.kernels import choose, explain
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
-from flexcp.kernels.interface import BitTile, Plane, Shapes, full_shapes
+from flexcp.kernels.flash import FlashKernel
+from flexcp.kernels.interface import BitTile, Plane, Shapes, Slab, full_shapes
 from flexcp.kernels.score import examine
 from flexcp.kernels.triton import backward, captured_sums, forward, scoring
 from flexcp.kernels.triton import kernel as launches
+from flexcp.kernels.triton.emit import emitted
 from flexcp.kernels.triton.kernel import TritonKernel
 from flexcp.testing import simulate
 from flexcp.testing.tolerance import assert_close
@@ -136,6 +138,62 @@ def test_a_planted_fault_is_noticed(
         )  # fmt: skip
 
 
+POSITIONS = torch.arange(LONGEST) % 13
+PAIRS, BY_HEAD, BY_ALL = learned(45, 45), learned(2, 45, 46), learned(45, 2, 2, 45)
+RELATIVE, BUCKETS, KEYS = learned(90, 2), learned(2, 9), learned(2, 45)
+GRID = learned(2, 17, 17)
+READS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "of each pair, for all heads": ("pair", lambda s, b, h, q, k: s + PAIRS[q, k]),
+    "of each pair and head": ("pair", lambda s, b, h, q, k: s + BY_HEAD[h][q, k + 1]),
+    "of each pair and batch element": ("pair", lambda s, b, h, q, k: s * BY_HEAD[b, q, k]),
+    "of each pair, head and element": ("pair", lambda s, b, h, q, k: s + BY_ALL[q, h, b, k]),
+    "by distance": ("table", lambda s, b, h, q, k: s + RELATIVE[q - k, h]),
+    "by bounded distance": ("table", lambda s, b, h, q, k: s + BUCKETS[h, (q - k).clamp(-4, 4)]),
+    "by distance in documents": (
+        "table", lambda s, b, h, q, k: s + BUCKETS[h, (POSITIONS[q] - POSITIONS[k]) % 9]),
+    "by distance in a picture": (
+        "table", lambda s, b, h, q, k: s + GRID[h, q // 6 - k // 6, q % 6 - k % 6]),
+    "by a hash": ("table", lambda s, b, h, q, k: s + BUCKETS[1 - h, (q * 7 + k * k) % 9]),
+    "of keys": ("table", lambda s, b, h, q, k: s + KEYS[b, k]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_gradients_of_what_is_read_by_query_and_key_are_the_oracles(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, function = READS[name]
+    mod = examine(function, torch.float32, torch.device("cpu"))
+    found = emitted(mod)
+    assert not isinstance(found, str)
+    assert [lookup.kind for lookup in found.lookups] == [kind]
+    monkeypatch.setattr(captured_sums, "add_in_order", None)  # nothing is sorted
+    sizes = Sizes(batch=2, heads=2, kv_heads=1, q_len=40, kv_len=45)
+    assert_exact(
+        errors(MASKS["causal"](), sizes, score_mod=function, directions=["backward"], tuning=APART)
+    )
+
+
+def test_a_pair_of_positions_that_is_there_twice_and_a_large_table_are_added_up_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at = torch.tensor([7, 9, 3, 44] * 5)
+    shapes = Shapes(20, 20, ((0,),), (Plane((Slab(0, 20, 0, 20, 0, 0),), ()),), at, at)
+    compiled = CompiledShapes(shapes)
+    mod = examine(READS["of each pair, for all heads"][1], torch.float32, torch.device("cpu"))
+    q, k, v, g = (torch.randn(1, 2, 20, 16) for _ in range(4))
+    results = []
+    kernels = (FlashKernel(None), 0), (TritonKernel(SMALL), 1 << 26), (TritonKernel(SMALL), 45 * 44)
+    for kernel, most in kernels:
+        monkeypatch.setattr(captured_sums, "MOST_SUMS", most)
+        options = {"scale": 0.3, "score_mod": mod}
+        found = kernel.forward(q, k, v, compiled, **options)
+        given = (g, q, k, v, found.out, found.lse, compiled)
+        results.append(kernel.backward(*given, **options).captured[0])
+    for found in results[1:]:
+        assert_close(found, results[0].double(), dtype=torch.float32)
+
+
 def test_gradients_of_what_is_captured_have_the_same_bits_in_parts_of_any_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,7 +205,7 @@ def test_gradients_of_what_is_captured_have_the_same_bits_in_parts_of_any_size(
     given = (g, q, k, v, found.out, found.lse, compiled)
     first, again = (kernel.backward(*given, **options).captured[0] for _ in range(2))
     assert torch.equal(first, again)
-    monkeypatch.setattr(captured_sums, "MOST_PAIRS", 32 * 64)
+    monkeypatch.setattr(captured_sums, "MOST_SUMS", 4 * 180)
     assert_close(kernel.backward(*given, **options).captured[0], first.double())
 
 

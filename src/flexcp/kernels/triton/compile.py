@@ -27,7 +27,7 @@ from flexcp.kernels.interface import Partial, causal_shapes
 from flexcp.kernels.score import ScoreFunction, examine
 from flexcp.kernels.triton import kernel as launches
 from flexcp.kernels.triton.available import captured_kernel, kernels, refuses, require_triton
-from flexcp.kernels.triton.captured_sums import Part, launch_part
+from flexcp.kernels.triton.captured_sums import Walk, launch_walk
 from flexcp.kernels.triton.launch import Launch
 from flexcp.kernels.triton.scoring import ScoreArguments
 from flexcp.kernels.triton.tuning import LESS_SHARED, Tuning, tuning_for
@@ -203,9 +203,11 @@ def _launches(
             made = launches.dkdv_launch(*given, dq, out, shapes, 1.0, config, wanted, *more)
             yield name, made
     if score is not None:
-        whole = launches.lookup_launch(*given, shapes, 1.0, tuning.captured, dropout, score)
         for i, lookup in enumerate(score.emitted.lookups):
-            yield f"captured {i}", launch_part(score, lookup, whole, Part(0, 1, 0, 128))
+            config = tuning.captured(lookup.kind)
+            whole = launches.lookup_launch(*given, shapes, 1.0, config, dropout, score)
+            walk = Walk(1, size=128, width=128)
+            yield f"captured {i}", launch_walk(score, lookup, whole, lookup.kind, walk)
 
 
 def _signature(function: Any, launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,6 +21,7 @@ _UNARY = {
     "exp": "{y}",
     "exp2": "({y} * 0.6931471805599453)",
     "log": "(1.0 / {x})",
+    "log10": "(0.4342944819032518 / {x})",
     "log1p": "(1.0 / (1.0 + {x}))",
     "log2": "(1.4426950408889634 / {x})",
     "neg": "(-1.0)",
@@ -86,7 +87,14 @@ def _power(step: ScoreStep, y: str, g: str) -> OperandGradients:
     base, exponent = step.terms
     if base.is_literal:
         return [None, _times(g, f"({y} * {math.log(float(base.as_float))!r})")]
-    power = float(exponent.as_float)
+    power = float(exponent.as_float) if exponent.is_literal else None
+    if power is None or (power != int(power) and abs(power) != 0.5):
+        x, p = base.as_float, f"({exponent.as_float} + 0.0)"
+        of_base = f"tl.where({p} == 0.0, 0.0, {p} * powered({x}, {p} - 1.0))"
+        of_exponent = f"({y} * tl.log({x}))"
+        at_zero = f"tl.where({x} == 0.0, 0.0, {of_exponent})"
+        of_exponent = f"tl.where({p} >= 0.0, {at_zero}, {of_exponent})"
+        return [_times(g, of_base), _times(g, of_exponent)]
     if abs(power) == 0.5:
         return [_times(g, f"(0.5 / {y})" if power > 0 else f"(-0.5 * {y} * {y} * {y})")]
     return [_times(g, f"({power!r} * {to_the(base.as_float, int(power) - 1)})") if power else None]

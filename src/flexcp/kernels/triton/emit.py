@@ -3,7 +3,9 @@
 The source has a function `score` of (s, b, h, q, k, given) that gives the score to use, `pull_back`
 that gives the gradient of s from that of the result, and for each number that is read from a tensor
 with a gradient a `pull_0`, `pull_1`, ... that gives the number's gradient, and an `element_0`, ...
-that says which element of the tensor it is; one past the last for none.
+that says which element of the tensor it is; one past the last for none. `owner_0` and `inner_0` say
+the same in two numbers: where it is along the dimensions that no query or key is an index of, and
+where along the others; below 0 for none.
 s is a tile of products of queries and keys; b and h are numbers, q and k a row and a column of
 positions, or a column and a row. `given` is a tuple that a kernel passes on: see `launch.py`.
 
@@ -14,8 +16,9 @@ all. An index outside of its tensor makes the score NaN, and reads nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,10 +48,12 @@ _HEADER = """\
 import triton
 import triton.language as tl
 from flexcp.kernels.triton.score_steps import (
-    counted_from_end, floor_divided, log1p, remainder, sigmoid, sign, tanh, truncated, unpacked,
+    counted_from_end, floor_divided, log1p, powered, remainder, sigmoid, sign, tanh, truncated,
+    unpacked,
 )
 """
-_ARGUMENTS = "s, b, h, q, k, given"
+_WITHOUT_SCORE = "b, h, q, k, given"
+_ARGUMENTS = f"s, {_WITHOUT_SCORE}"
 _BEGIN = (
     "s = s * given[4]",
     "b = (b + unpacked(given[2])).to(tl.int32)",
@@ -56,6 +61,9 @@ _BEGIN = (
 )
 _OTHER_NAMES = {"__rshift__": "bitwise_right_shift"}
 _NAMES = re.compile(r"[a-z]\w*")
+
+
+LookupKind = Literal["row", "pair", "table"]
 
 
 @dataclass(frozen=True)
@@ -68,11 +76,17 @@ class Lookup:
     """`pull_<number>` gives its gradient, `element_<number>` says which element it is."""
     reads: frozenset[str]
     """Which of b, h, q and kv say which element it is."""
+    inner: tuple[int, ...]
+    """The dimensions of which a query or a key is part of the index."""
+    plain: frozenset[str]
+    """Which of b, h, q and kv are an index as they are, or with a constant added."""
 
     @property
-    def by_row(self) -> bool:
-        """Whether all keys of a query read the same."""
-        return "kv" not in self.reads
+    def kind(self) -> LookupKind:
+        """How the gradients of what was read are added up: see `captured.py`."""
+        if "kv" not in self.reads:
+            return "row"
+        return "pair" if {"q", "kv"} <= self.plain else "table"
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +114,8 @@ def emitted(mod: ScoreMod) -> EmittedScore | str:
     >>> emitted(examine(lambda s, b, h, q, k: torch.special.i0(s), *given))
     "the operation 'i0'"
     """
-    if mod.graph is None:
-        return "steps that do not act on each score alone"
+    if mod.graph is None or mod.unlike is not None:
+        return mod.unlike or "steps that do not act on each score alone"
     found = _emitted.get(mod.graph)
     if found is None:
         try:
@@ -130,6 +144,18 @@ def unknown_step(score_mod: ScoreLike, dtype: torch.dtype, device: torch.device)
     return found if isinstance(found, str) else None
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What was read from an operand: source for which element it is, as the functions say it."""
+
+    operand: int
+    element: str = "0"
+    owner: str = "tl.full([], 0, tl.int64)"
+    inner: str = "0"
+    inner_dims: tuple[int, ...] = ()
+    plain: frozenset[str] = frozenset()
+
+
 @dataclass
 class _Emitter:
     """Writes a graph out, node by node."""
@@ -143,7 +169,7 @@ class _Emitter:
     """Where a tensor's pointer is in `given`, by its id."""
     inside: dict[int, str] = field(default_factory=dict)
     """Whether the indices of a lookup are inside of its tensor."""
-    flat: dict[int, tuple[str, int]] = field(default_factory=dict)
+    read: dict[int, _Read] = field(default_factory=dict)
     """Of each number that has a gradient: which element of which operand it is."""
     refs: dict[int, list[int | None]] = field(default_factory=dict)
     """Which node each operand of a step is, if it is one."""
@@ -164,20 +190,25 @@ class _Emitter:
         found = "tl.zeros_like(g)" if of_score is None else f"g * {of_score}"
         parts.append(self._function("pull_back", f"g, {_ARGUMENTS}", lines, found))
         lookups: list[Lookup] = []
-        for index, (element, operand) in self.flat.items():
+        for index, read in self.read.items():
             lines, of_number = self._gradient(index)
             if of_number is None:
                 continue
-            number_of = len(lookups)
-            if "score" in self.graph.nodes[index].reads:
+            reads, i = self.graph.nodes[index].reads, len(lookups)
+            if "score" in reads:
                 raise UnknownStepError("a gradient for a tensor that is looked up by a score")
+            element, inner = read.element, f"({read.inner}).to(tl.int32)"
             if index in self.inside:
-                nowhere = f"n{self._place(self.operands[operand]) + 1}"
+                nowhere = f"n{self._place(self.operands[read.operand]) + 1}"
                 element = f"tl.where({self.inside[index]}, {element}, {nowhere})"
-            pull, places = f"pull_{number_of}", f"element_{number_of}"
-            parts.append(self._function(pull, f"g, {_ARGUMENTS}", lines, f"g * {of_number}"))
-            parts.append(self._function(places, _ARGUMENTS.removeprefix("s, "), [], element))
-            lookups.append(Lookup(operand, number_of, self.graph.nodes[index].reads))
+                inner = f"tl.where({self.inside[index]}, {inner}, -1)"
+            parts.append(self._function(f"pull_{i}", f"g, {_ARGUMENTS}", lines, f"g * {of_number}"))
+            places = {"element": element, "owner": read.owner}
+            if read.inner_dims:
+                places["inner"] = inner
+            for name, text in places.items():
+                parts.append(self._function(f"{name}_{i}", _WITHOUT_SCORE, [], text))
+            lookups.append(Lookup(read.operand, i, reads, read.inner_dims, read.plain))
         return EmittedScore("\n\n".join(parts), tuple(self.operands), tuple(lookups))
 
     def _function(self, name: str, arguments: str, lines: list[str], result: str) -> str:
@@ -237,36 +268,64 @@ class _Emitter:
             place = self._place(value)
             self._define(index, looked_up(f"tl.load(given[{place}])", value.dtype))
             if value.requires_grad:
-                self.flat[index] = ("0", self._number_of(value))
+                self.read[index] = _Read(self._number_of(value))
 
     def _add_lookup(self, index: int, node: Node) -> None:
         table = self.graph.nodes[node.args[0].node].value
         if table is None:
             raise UnknownStepError("a lookup in a tensor that depends on the score")
         place = self._place(table)
-        address, element, tests = f"given[{place}]", "", []
+        address = f"given[{place}]"
+        tests: list[str] = []
+        owned: list[str] = []
+        at = [f"i{index}_{dim}" for dim in range(len(node.args[1]))]
+        inner = tuple(d for d, x in enumerate(node.args[1]) if self._is_of_pairs(x.node))
         for dim, ref in enumerate(node.args[1]):
             if self.graph.nodes[ref.node].dtype == torch.uint8:
                 raise UnknownStepError("a lookup by an index of type torch.uint8")
             stride, size = (f"n{place + 2 + 2 * dim + i}" for i in range(2))
             term = self._operand(ref).as_whole
-            at = f"i{index}_{dim}"
             text = f"({term.widened()} + 0)" if term.is_literal else term.widened()
+            own = [f"({at[dim]} < {size})"]
             if term.low < 0:
                 text = f"counted_from_end({text}, {size})"
-                tests.append(f"({at} >= 0)")
-            self.lines.append(f"{at} = {text}")
-            tests.append(f"({at} < {size})")
-            address += f" + {at} * {stride}"
-            element = f"({element} * {size} + {at})" if element else at
+                own.append(f"({at[dim]} >= 0)")
+            self.lines.append(f"{at[dim]} = {text}")
+            tests += own
+            owned += () if dim in inner else own
+            address += f" + {at[dim]} * {stride}"
         self.inside[index] = f"in{index}"
-        # Triton's interpreter makes a truth value for a tile and a number other than for tiles.
-        test = tests[0] if len(tests) == 1 else f"({' & '.join(tests)}) != 0"
-        self.lines.append(f"in{index} = {test}")
+        self.lines.append(f"in{index} = {_all_of(tests)}")
         read = f"tl.load({address}, mask=in{index}, other=0)"
         self._define(index, looked_up(read, table.dtype))
         if table.requires_grad:
-            self.flat[index] = (element, self._number_of(table))
+            sizes = [f"n{place + 3 + 2 * dim}" for dim in range(len(at))]
+            outer = [dim for dim in range(len(at)) if dim not in inner]
+            numbered = {dims: _numbered(at, sizes, dims) for dims in (tuple(outer), inner)}
+            owner = f"tl.where({_all_of(owned)}, {numbered[tuple(outer)]}, -1)" if outer else ""
+            self.read[index] = _Read(
+                self._number_of(table),
+                _numbered(at, sizes, range(len(at))),
+                owner or _Read.owner,
+                numbered[inner],
+                inner,
+                frozenset(filter(None, (self._plain(x.node) for x in node.args[1]))),
+            )
+
+    def _is_of_pairs(self, index: int) -> bool:
+        """Whether a node depends on the query or the key."""
+        return not self.graph.nodes[index].reads.isdisjoint(("q", "kv"))
+
+    def _plain(self, index: int) -> str | None:
+        """The argument that a node is, or is with a constant added that is not negative."""
+        node = self.graph.nodes[index]
+        if node.op is None and node.value is None:
+            return SCORE_INPUTS[index]
+        if node.name not in ("add", "alias", "clone") or "alpha" in node.kwargs:
+            return None
+        *refs, constant = node.args if node.name == "add" else (*node.args, 0)
+        is_shift = type(constant) is int and constant >= 0 and isinstance(refs[0], Ref)
+        return self._plain(refs[0].node) if len(refs) == 1 and is_shift else None
 
     def _place(self, tensor: Tensor) -> int:
         """Where a tensor is in `given`: its pointer, how many elements, strides and sizes."""
@@ -313,6 +372,19 @@ class _Emitter:
                 if operand in active and gradient is not None:
                     gradients.setdefault(operand, []).append(gradient)
         return lines, None
+
+
+def _all_of(tests: Sequence[str]) -> str:
+    # Triton's interpreter makes a truth value for a tile and a number other than for tiles.
+    return tests[0] if len(tests) == 1 else f"({' & '.join(tests)}) != 0"
+
+
+def _numbered(at: Sequence[str], sizes: Sequence[str], dims: Sequence[int]) -> str:
+    """Source for the number of an element among those along some dimensions, row by row."""
+    number = "0"
+    for i, dim in enumerate(dims):
+        number = f"({number} * {sizes[dim]} + {at[dim]})" if i else at[dim]
+    return number
 
 
 def _require_readable(tensor: Tensor) -> None:

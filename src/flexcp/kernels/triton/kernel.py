@@ -125,8 +125,15 @@ class TritonKernel:
             launch.run(function.dkdv)
         captured: tuple[Tensor, ...] = ()
         if score_mod is not None and score is not None and score_mod.captured:
-            lookups = lookup_launch(*given, compiled, scale, self.tuning.captured, dropout, score)
-            captured = captured_gradients(score_mod, score, lookups, k.shape[2])
+            captured = captured_gradients(
+                score_mod,
+                score,
+                lambda kind: lookup_launch(
+                    *given, compiled, scale, self.tuning.captured(kind), dropout, score
+                ),
+                k.shape[2],
+                apart=compiled.are_apart,
+            )
         return PartialGradients(found_q, found_k, found_v, captured)
 
     def _key_launches(self) -> tuple[tuple[TileConfig, Mapping[str, bool]], ...]:

@@ -60,6 +60,7 @@ _UNARY = {
     "exp2": "tl.exp2({x})",
     "floor": "tl.floor({x})",
     "log": "tl.log({x})",
+    "log10": "(tl.log2({x}) * 0.3010299956639812)",
     "log1p": "log1p({x})",
     "log2": "tl.log2({x})",
     "neg": "(-{x})",
@@ -232,13 +233,13 @@ def _power(step: ScoreStep) -> Term:
     base, exponent = step.terms
     if base.is_literal and step.kind == "float" and float(base.as_float) > 0.0:
         return Term(f"tl.exp2({exponent.as_float} * {math.log2(float(base.as_float))!r})", "float")
-    if not exponent.is_literal:
-        raise UnknownStepError("a power with an exponent that is no fixed number")
-    power = float(exponent.as_float)
-    if step.kind == "float" and abs(power) == 0.5:
+    power = float(exponent.as_float) if exponent.is_literal else None
+    if step.kind == "float" and power is not None and abs(power) == 0.5:
         return Term(f"{'tl.sqrt' if power > 0 else 'tl.rsqrt'}({base.as_float})", "float")
-    if power != int(power) or abs(power) > _MOST_FACTORS:
-        raise UnknownStepError(f"the power {power}")
+    if power is None or power != int(power) or abs(power) > _MOST_FACTORS:
+        if step.kind == "float" and (power is None or power != int(power)):
+            return Term(f"powered({base.as_float}, {exponent.as_float} + 0.0)", "float")
+        raise UnknownStepError(f"the power {'of whole numbers' if power is None else power}")
     if step.kind == "float":
         return Term(to_the(base.as_float, int(power)), "float")
     base = _countable(step, base)

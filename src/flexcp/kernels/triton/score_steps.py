@@ -31,6 +31,16 @@ def log1p(x):
 
 
 @triton.jit
+def powered(x, exponent):
+    """A power with any exponent; NaN for negative numbers unless it is 0, or a whole number."""
+    found = tl.exp2(exponent * tl.log2(tl.abs(x)))
+    half = exponent * 0.5
+    odd = tl.where(half == tl.floor(half), found, -found)
+    of_negative = tl.where(exponent == tl.floor(exponent), odd, float("nan"))
+    return tl.where(exponent == 0.0, 1.0, tl.where(x < 0.0, of_negative, found))
+
+
+@triton.jit
 def sign(x):
     """1, 0 or -1."""
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))

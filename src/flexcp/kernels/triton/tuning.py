@@ -48,11 +48,16 @@ class Tuning:
     arch: str = "interpreter"
     """What the table has them for."""
 
-    @property
-    def captured(self) -> TileConfig:
-        """For gradients of what score functions capture: no sums, but two numbers of each pair."""
+    def captured(self, kind: str) -> TileConfig:
+        """For gradients of what score functions capture, added up in a way that `Lookup` names.
+
+        A "table" takes registers for twice a tile, and a comparison of its columns with each other.
+        """
         rows, cols = min(self.dq.rows, 64), min(self.dq.cols, 32)
-        return replace(self.dq, rows=rows, cols=cols, stages=min(self.dq.stages, 2), tma=False)
+        config = replace(self.dq, stages=min(self.dq.stages, 2), tma=False)
+        if kind != "table":
+            return replace(config, rows=rows, cols=cols)
+        return replace(config, rows=min(rows, 32), cols=cols)
 
     def __str__(self) -> str:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
