@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import flexcp
 from flexcp import masks
 from flexcp.kernels import CompiledShapes, causal_shapes, choose, explain
-from flexcp.kernels.dropout import Dropout, drop_, kept_bits_
+from flexcp.kernels.dropout import Dropout, drop_, droppable, numbers_of
 from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.reference import dense_attention
 from flexcp.testing.tolerance import assert_close
@@ -37,8 +37,8 @@ def kept_by_hand(p, seed, b, h, q, kv):
     def signed(x):
         return (x + 2**31) % 2**32 - 2**31
 
-    x = signed((hashed(0x1E3779B9, b, h, q) | 1) * hashed(0x42B2AE35, kv))
-    x = signed((x ^ (x >> 15)) * (hashed(0x7F4A7C15, b, h, q) | 1))
+    x = (hashed(0x1E3779B9, b, h, q) | 1) * (hashed(0x42B2AE35, kv) | 1)
+    x = signed(x * (2 * x + 1) * (hashed(0x7F4A7C15, b, h, q) | 1))
     return x + 2**31 >= min(round(p * 2**32), 2**32 - 1)
 
 
@@ -57,17 +57,24 @@ def test_32_bits_in_place_keep_what_the_oracle_keeps(p, seed, q0, k0):
     dropout = Dropout(p, seed, first_batch=3, first_head=5)
     b, h = torch.tensor([[[1]]]), torch.tensor([[[2]]])
     q, kv = torch.arange(q0, q0 + 9).view(1, 9, 1), torch.arange(k0, k0 + 33).view(1, 1, 33)
-    out, spare = torch.empty(2, 1, 9, 33, dtype=torch.int32)
     row, second = dropout.rows(b, h, q)
-    found = kept_bits_(out, spare, row, second, dropout.keys(kv), dropout.threshold)
-    assert torch.equal(found.bool(), dropout.kept(b, h, q, kv))
+    numbers = torch.empty(1, 9, 33, dtype=torch.int32)
+    numbers_of(row, second, dropout.keys(kv), numbers)
+    for dtype in (torch.float32, torch.float64):
+        weights = torch.ones(1, 9, 33, dtype=dtype)
+        drop_(droppable(weights), numbers, dropout.threshold)
+        assert torch.equal(weights.bool(), dropout.kept(b, h, q, kv))
     assert torch.equal(dropout.kept(b, h, q, kv), Dropout(p, seed).kept(b + 3, h + 5, q, kv))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_kept_keeps_its_bits(dtype):
-    weights, kept = torch.randn(50, dtype=dtype), torch.randint(0, 2, (50,), dtype=torch.int32)
-    assert torch.equal(drop_(weights.clone(), kept), weights.masked_fill(kept == 0, 0.0))
+    weights, numbers = torch.randn(50, dtype=dtype), torch.arange(-25, 25, dtype=torch.int32)
+    for threshold in (-(2**31), -3, 0, 2**31 - 1):
+        wanted = weights.masked_fill(numbers < threshold, 0.0)
+        found = weights.clone()
+        drop_(droppable(found), numbers, threshold)
+        assert torch.equal(found, wanted)
 
 
 def standardised(p, seed, b=0, h=0):
@@ -104,7 +111,8 @@ def test_weights_are_dropped_as_if_independently(p, seed):
         overlaps = (m @ m.T) / math.sqrt(SIDE)
         off = overlaps[~torch.eye(SIDE, dtype=torch.bool)]
         assert off.abs().max() < 8, f"two {what} drop alike"
-        assert abs(off.var() - 1) < 0.02, f"correlation of {what}"
+        # Of independent weights, its standard deviation is 0.004 for p = 0.5 and 0.011 for 0.1.
+        assert abs(off.var() - 1) < 0.05, f"correlation of {what}"
 
 
 @pytest.mark.parametrize(("p", "share"), [(0.0, 1.0), (1e-12, 1.0), (1 - 1e-12, 0.0)])

@@ -41,7 +41,7 @@ _BAND_KEYS = range(64, 8193)
 is in large rectangles, and what says where its edges are would take megabytes."""
 _CALL = 4096
 """What starting a piece costs, in pairs per head."""
-_EFFICIENCY = {128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
+_EFFICIENCY = {256: 1.04, 128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
 """Speed of strips by their rows, relative to the best."""
 
 

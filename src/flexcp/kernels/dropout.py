@@ -3,14 +3,15 @@
 Each weight has a 32-bit number, made of nothing but the seed and the global batch element, query
 head, query and key; it is dropped if that is below the threshold. So the same weights are dropped
 for any layout, schedule, kernel and number of ranks, and the backward pass computes the numbers
-again. Rows and keys are hashed well, once each; a pair of them takes two products and a shift,
-which the row's second hash keeps from repeating a pattern in another row:
+again. Rows and keys are hashed well, once each, to odd numbers; a pair of them takes three
+products. The second is a quadratic permutation, as in the cipher RC6, by which patterns of rows
+don't add up to that of another; the third keeps a row from repeating the pattern of another:
 
-    x = row * key;  x ^= x >> 15;  x *= second;  kept if x >= threshold
+    x = row * key;  x *= 2 * x + 1;  x *= second;  kept if x >= threshold
 
-All are 32-bit two's complement integers, whose products wrap around and whose shifts keep the sign:
-PyTorch's int32 and Triton's. Strips compute just that, in place (`kept_bits_`); `kept` spells it
-out in 64 bits, for the oracle and for compilers, to which an overflow would be undefined.
+All are 32-bit two's complement integers, whose products wrap around: PyTorch's int32 and Triton's.
+Strips compute just that, in place, in three passes over memory (`numbers_of`); `kept` spells it out
+in 64 bits, for the oracle and for compilers, to which an overflow would be undefined.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_clear = torch.ops.aten.threshold_backward.grad_input
 _LOW = 0xFFFFFFFF
-_SHIFT = 15
 _ROW, _SECOND, _KEY = 0x1E3779B9, 0x7F4A7C15, 0x42B2AE35
 """What tells the three hashes of a seed apart."""
 _FIRST_FACTOR, _SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)
@@ -73,7 +74,7 @@ class Dropout:
 
     def keys(self, kv: Tensor) -> Tensor:
         """The hashes of keys in int32, in the shape of `kv`."""
-        return _signed(_mixed(self._start(_KEY, kv.device) ^ kv)).to(torch.int32)
+        return _signed(_mixed(self._start(_KEY, kv.device) ^ kv) | 1).to(torch.int32)
 
     def _start(self, which: int, device: torch.device) -> Tensor:
         """int64 [1] The state of a hash after the seed."""
@@ -92,7 +93,8 @@ class Dropout:
         """
         row, second = (x.to(torch.int64) for x in self.rows(b, h, q))
         x = _signed(row * self.keys(kv).to(torch.int64))
-        x = _signed((x ^ (x >> _SHIFT)) * second)
+        x = _signed(x + 2 * _signed(x * x))
+        x = _signed(x * second)
         return x >= self.threshold
 
     def kept_of(self, batch: int, heads: int, q_at: Tensor, kv_at: Tensor) -> Tensor:
@@ -106,21 +108,24 @@ class Dropout:
         return self.kept(b, h, q_at[..., None], kv_at[..., None, :])
 
 
-def kept_bits_(
-    out: Tensor, spare: Tensor, row: Tensor, second: Tensor, key: Tensor, threshold: int
-) -> Tensor:
-    """1 in `out` where a weight is kept, else 0; all are int32, and the hashes broadcast to it."""
+def numbers_of(row: Tensor, second: Tensor, key: Tensor, out: Tensor) -> Tensor:
+    """The weights' numbers, in `out`; all are int32, and the hashes broadcast to it."""
     torch.mul(row, key, out=out)
-    torch.bitwise_right_shift(out, _SHIFT, out=spare)
-    return out.bitwise_xor_(spare).mul_(second).ge_(threshold)
+    return out.addcmul_(out, out, value=2).mul_(second)
 
 
-def drop_(weights: Tensor, kept: Tensor) -> Tensor:
-    """Sets weights to 0 where `kept` is 0; it is 1 elsewhere."""
-    if weights.dtype == torch.float32:
-        weights.view(torch.int32).mul_(kept)  # of one type, which is several times as fast
-    else:
-        weights.mul_(kept)
+def droppable(weights: Tensor) -> Tensor:
+    """Weights as `drop_` takes them: those of float32 as integers of the same bits."""
+    return weights.view(torch.int32) if weights.dtype == torch.float32 else weights
+
+
+def drop_(weights: Tensor, numbers: Tensor, threshold: int) -> Tensor:
+    """Sets weights, as `droppable` gives them, to 0 where their number is below the threshold."""
+    if weights.dtype != torch.int32:
+        return weights.mul_(numbers >= threshold)
+    if threshold > torch.iinfo(torch.int32).min:
+        # ReLU's gradient, of integers: the one pass that compares a tensor and clears another.
+        _clear(weights, numbers, threshold - 1, grad_input=weights)
     return weights
 
 

@@ -21,18 +21,17 @@ from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.program import Program
 from flexcp.kernels.score import ScoreMod, deterministic_sums
-from flexcp.kernels.strips import (
+from flexcp.kernels.strip_data import (
     BackwardInputs,
     GradientSums,
     Scoring,
     StripResults,
     StripTensors,
     Workspace,
-    base_for,
+    exponential_for,
     of_chunk,
-    strip_backward,
-    strip_forward,
 )
+from flexcp.kernels.strips import strips_backward, strips_forward
 
 
 @dataclass(frozen=True)
@@ -252,8 +251,12 @@ def _forward_group(
     if program.strips:
         tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
         scoring = _scoring(tensors, compiled, scale, mod, dropout)
-        scores, bits = 1 if mod is None else 2, 0 if dropout is None else 2
-        work = Workspace(tensors, program.strip_sizes, scores=scores, bits=bits)
+        work = Workspace(
+            tensors,
+            program.strip_sizes,
+            scores=1,
+            dropout=dropout is not None,
+        )
         heads = k.shape[1]
         results = StripResults(
             _by_kv_head(out, heads),
@@ -262,8 +265,8 @@ def _forward_group(
         )
         for chunk in work.chunks():
             own_tensors, own_results = of_chunk(tensors, chunk), of_chunk(results, chunk)
-            for piece in program.strips:
-                strip_forward(own_tensors, piece, scoring, work, own_results)
+            begun = len(program.rectangles) > 0
+            strips_forward(own_tensors, program.strips, scoring, work, own_results, begun=begun)
     return Partial(out, lse, highest)
 
 
@@ -301,8 +304,12 @@ def _backward_group(
         heads = k.shape[1]
         tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
         scoring = _scoring(tensors, compiled, scale, mod, dropout)
-        scores, bits = 2 if mod is None else 3, 0 if dropout is None else 2
-        work = Workspace(tensors, program.strip_sizes, scores=scores, bits=bits)
+        work = Workspace(
+            tensors,
+            program.strip_sizes,
+            scores=2 if mod is None else 3,
+            dropout=dropout is not None,
+        )
         minus_delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1).neg_()
         if grad_lse is not None:
             minus_delta += grad_lse.to(dtype)
@@ -315,8 +322,7 @@ def _backward_group(
         for chunk in work.chunks():
             own_tensors = of_chunk(tensors, chunk)
             own_given, own_sums = of_chunk(given, chunk), of_chunk(sums, chunk)
-            for piece in program.strips:
-                strip_backward(own_tensors, piece, scoring, work, own_given, own_sums)
+            strips_backward(own_tensors, program.strips, scoring, work, own_given, own_sums)
     return dq, dk, dv
 
 
@@ -366,9 +372,9 @@ def _scoring(
     mod: ScoreMod | None,
     dropout: Dropout | None,
 ) -> Scoring:
-    base = base_for(tensors.q_NRLD, tensors.k_NLD, scale)
+    base, small = exponential_for(tensors.q_NRLD, tensors.k_NLD, scale)
     if mod is None:
-        return Scoring(scale, None, dropout=dropout, base=base)
+        return Scoring(scale, None, dropout=dropout, base=base, small=small)
     device = tensors.q_NRLD.device
     positions = (compiled.positions("q", device), compiled.positions("kv", device))
     return Scoring(scale, mod, *positions, dropout, base)

@@ -169,11 +169,13 @@ def row_hashes(seed, batch, head, positions):
 @triton.jit
 def key_hashes(seed, positions):
     """The hash of some keys, by their global positions."""
-    return mixed(seeded(seed, OF_KEY) ^ positions.to(tl.uint32)).to(tl.int32, bitcast=True)
+    key = mixed(seeded(seed, OF_KEY) ^ positions.to(tl.uint32)) | 1
+    return key.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def is_kept(row, again, key, threshold):
     """Whether weights are kept: hashes of rows and keys, to be broadcast against each other."""
     x = tl.mul(row, key, sanitize_overflow=False)
-    return tl.mul(x ^ (x >> 15), again, sanitize_overflow=False) >= threshold
+    x = tl.mul(x, (x << 1) | 1, sanitize_overflow=False)
+    return tl.mul(x, again, sanitize_overflow=False) >= threshold
