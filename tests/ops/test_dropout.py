@@ -208,7 +208,8 @@ def test_a_share_outside_of_0_to_1_is_refused(p):
         0.5,
         "7",
         True,
-        2**63,
+        2**64,
+        -(2**63) - 1,
         torch.tensor(0.5),
         torch.tensor([1, 2]),
         torch.tensor(1, device="meta"),
@@ -218,6 +219,12 @@ def test_a_seed_that_is_no_integer_is_refused(seed):
     for p in (0.0, 0.1):
         with pytest.raises(flexcp.FlexCPError, match="dropout_seed to be an integer of 64 bits"):
             alone(DOCUMENTS, dropout_p=p, dropout_seed=seed)
+
+
+def test_a_seed_may_be_a_number_of_64_bits_without_a_sign():
+    found = [alone(DOCUMENTS, dropout_p=0.3, dropout_seed=x) for x in (2**64 - 5, -5, 2**63 - 5)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
 
 
 def test_a_seed_may_be_a_tensor():

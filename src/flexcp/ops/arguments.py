@@ -262,9 +262,11 @@ def as_dropout_seed(seed: object) -> Seed | None:
             )
         return seed
     if isinstance(seed, int) and not isinstance(seed, bool):
-        if not torch.compiler.is_compiling() and not -(1 << 63) <= seed < 1 << 63:
+        if torch.compiler.is_compiling():
+            return seed
+        if not -(1 << 63) <= seed < 1 << 64:
             raise _no_seed(repr(seed))
-        return seed
+        return seed if seed < 1 << 63 else seed - (1 << 64)  # as torch.seed() gives them
     if not isinstance(seed, bool) and hasattr(seed, "__index__"):  # numpy's integers
         return as_dropout_seed(seed.__index__())
     raise _no_seed(f"{seed!r} of type {type(seed).__name__}")

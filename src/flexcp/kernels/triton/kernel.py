@@ -14,6 +14,7 @@ from flexcp.kernels.triton.available import kernels
 from flexcp.kernels.triton.captured_sums import captured_gradients
 from flexcp.kernels.triton.launch import (
     Launch,
+    assert_in_rows,
     described,
     dim_constants,
     dropout_arguments,
@@ -166,6 +167,7 @@ def forward_launch(
     score: ScoreArguments | None = None,
 ) -> Launch:
     """The launch that writes `result`."""
+    assert_in_rows(result.out, result.lse)
     q, k, v = (readable(x, max(config.rows, config.cols)) for x in (q, k, v))
     lists = compiled.tile_lists(config.rows, config.cols, "query", q.device)
     unit, out_unit = unit_of(q, k, v), unit_of(result.out)
@@ -217,6 +219,7 @@ def dq_launch(
     score: ScoreArguments | None = None,
 ) -> Launch:
     """The launch that writes or adds to `grad_q`."""
+    assert_in_rows(grad_q)
     lse, delta = _in_rows(lse), _in_rows(delta)
     most = max(config.rows, config.cols)
     grad_out, q, k, v = (readable(x, most) for x in (grad_out, q, k, v))
@@ -252,6 +255,7 @@ def dkdv_launch(
     score: ScoreArguments | None = None,
 ) -> Launch:
     """The launch that writes `grad_k`, `grad_v` or both, as `wanted` says."""
+    assert_in_rows(grad_k, grad_v)
     lse, delta = _in_rows(lse), _in_rows(delta)
     most = max(config.rows, config.cols)
     grad_out, q, k, v = (readable(x, most) for x in (grad_out, q, k, v))

@@ -80,6 +80,12 @@ def readable(x: Tensor, rows: int) -> Tensor:
     return x if fits else x.contiguous()
 
 
+def assert_in_rows(*tensors: Tensor) -> None:
+    """Kernels write to rows whose elements are side by side; nobody else makes others."""
+    for x in tensors:
+        assert x.stride(-1) == 1 or x.shape[-1] <= 1, f"strides {x.stride()} of {tuple(x.shape)}"
+
+
 def unit_of(*tensors: Tensor) -> int:
     """Elements in which strides are given: 16 bytes if all tensors are aligned to that, else 1."""
     unit = _ALIGNMENT // tensors[0].element_size()
