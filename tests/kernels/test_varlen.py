@@ -214,6 +214,17 @@ def test_more_rows_than_keys_and_the_other_way(mask: flexcp.Mask, lengths: tuple
         assert torch.equal(covered(shapes, 1, calls), allowed_pairs(shapes))
 
 
+@given(st.lists(st.sampled_from([1, 1, 2, 2, 3, 7, 20]), min_size=2, max_size=12))
+def test_documents_of_any_lengths_are_one_call(lengths: list[int]) -> None:
+    shapes = shapes_of(
+        flexcp.build_block_grid(masks.causal() & masks.document(lengths=lengths), sum(lengths))
+    )
+    calls = varlen_calls(shapes, 1)
+    assert calls is not None
+    assert len(calls) == 1
+    assert torch.equal(covered(shapes, 1, calls), allowed_pairs(shapes))
+
+
 def test_tensors_are_given_to_the_op_as_it_reads_memory() -> None:
     causal = compiled_shapes_of(flexcp.build_block_grid(masks.causal(), 60))
     across = torch.randn(1, 2, 8, 60, dtype=torch.float64).transpose(2, 3)

@@ -56,10 +56,10 @@ class SequenceOfRows:
         ... # doctest: +ELLIPSIS
         SequenceOfRows(slabs=(...), left=2, right=0)
         """
-        rows = slabs[-1].q1 - slabs[0].q0
-        level = _end(slabs[-1], slabs[-1].rows - 1) - rows  # key that row 0 is level with
-        starts = [level + s.q0 - slabs[0].q0 - s.k0 for s in slabs if s.k0_step == 1]
-        ends = [s.k1 - 1 - level - s.q0 + slabs[0].q0 for s in slabs if s.k1_step == 1]
+        first, last = slabs[0].k0, _end(slabs[-1], slabs[-1].rows - 1)
+        level = last - slabs[-1].q1  # to a row, the key that it is level with
+        starts = [level + s.q0 - s.k0 for s in slabs if s.k0_step == 1 or s.k0 > first]
+        ends = [s.k1 - 1 - level - s.q0 for s in slabs if s.k1_step == 1 or s.k1 < last]
         if min([*starts, *ends], default=0) < 0:
             return None
         left, right = (sides[0] if sides else EVERYTHING for sides in (starts, ends))
@@ -88,6 +88,16 @@ class SequenceOfRows:
                 if (slab.k0 + i * slab.k0_step, _end(slab, i)) != (start, end):
                     return False
         return True
+
+    def alone(self) -> list[SequenceOfRows]:
+        """If each row sees the one key that it is level with, the rows as a sequence each."""
+        if (self.left, self.right) != (0, 0):
+            return [self]
+        level = self.keys[0] - self.q0
+        return [
+            replace(self, slabs=(Slab(i, i + 1, level + i, level + i + 1),))
+            for i in range(self.q0, self.q1)
+        ]
 
     def moved(self, rows: int, keys: int) -> SequenceOfRows:
         """The same, so many rows and keys further on."""
@@ -164,6 +174,11 @@ def _sequences(slabs: Iterable[Slab]) -> list[SequenceOfRows] | None:
         before = ending.get(slab.q0, [])
         for at, sequence in enumerate(before):
             joined = SequenceOfRows.of([*sequence.slabs, slab])
+            if joined is None:  # a row that sees one key may be the first of another sequence
+                *others, last = sequence.alone()
+                joined = SequenceOfRows.of([*last.slabs, slab]) if others else None
+                for one in others if joined is not None else ():
+                    ending.setdefault(one.q1, []).append(one)
             if joined is not None:
                 del before[at]
                 break
@@ -172,7 +187,10 @@ def _sequences(slabs: Iterable[Slab]) -> list[SequenceOfRows] | None:
         if joined is None:
             return None
         ending.setdefault(joined.q1, []).append(joined)
-    return sorted((s for found in ending.values() for s in found), key=lambda s: (s.q0, s.keys))
+    sequences = [s for found in ending.values() for s in found]
+    if len({(s.left, s.right) for s in sequences}) > 1:  # so that one window may be right for all
+        sequences = [one for s in sequences for one in s.alone()]
+    return sorted(sequences, key=lambda s: (s.q0, s.keys))
 
 
 @dataclass

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernels.test_varlen import op_backward, op_forward
 from tools.doctor.tiny import CPU, TINY, soon
 
+from flexcp.kernels import registry
 from flexcp.kernels.flash import FlashKernel
+from flexcp.kernels.varlen import VarlenOps
 from flexcp.tools.doctor.budget import Deadline, TimeIsUpError, at_most
 from flexcp.tools.doctor.exactness import Oracle, exactness
 
@@ -22,11 +25,33 @@ def test_kernels_that_are_right_pass(kernel):
     finding = examined(kernel)
     assert finding.outcome == "passed"
     assert "the same bits in 3 repeats" in finding.said
-    assert len(finding.rows) == 8
+    assert len(finding.rows) == 9
     assert {row["outcome"] for row in finding.rows} <= {"passed", "not run"}
     assert ("ALiBi (it needs a kernel that takes a score_mod, and got" in finding.said) == (
         kernel == "flash"
     )
+
+
+def test_the_variable_length_op_is_checked_without_what_it_has_not(monkeypatch):
+    """It has no gradient of lse, and adds up gradients in no order."""
+
+    def shaken(*given):
+        return tuple(x * (1 + 1e-9 * torch.randn(())) for x in op_backward(*given))
+
+    dtypes = frozenset({torch.float32})
+    shaking = VarlenOps("an emulation", "cpu", dtypes, op_forward, shaken)
+    monkeypatch.setattr(registry, "CUDA_VARLEN", shaking)
+    finding = examined("varlen")
+    assert finding.outcome == "passed"
+    passed = {row["case"] for row in finding.rows if row["outcome"] == "passed"}
+    assert passed == {"full", "causal", "documents", "window"}
+
+    def wrong(*given):
+        dq, dk, dv = op_backward(*given)
+        return dq, dk * 1.01, dv
+
+    monkeypatch.setattr(registry, "CUDA_VARLEN", replace(shaking, backward=wrong))
+    assert "dk is off by 1.0e-02" in examined("varlen").said
 
 
 def test_bfloat16_has_the_budget_of_its_type():

@@ -157,6 +157,11 @@ _SCORED: Mapping[tuple[str, str, int], Mapping[str, Any]] = {
 }
 """Tiles for calls with a score function, where those of the table would spill registers."""
 
+_NARROW_VALUES: Mapping[tuple[str, str, int], Mapping[str, Any]] = {
+    ("sm_90", "half", 256): {"forward": parse_tile("128x32 w8 s2 tma")},
+}
+"""Where values have at most half of the table's head dim, what spills registers otherwise."""
+
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """What the table has entries for."""
 
@@ -217,6 +222,8 @@ def tuning_for(
         found = TABLE[known, kind, size]
         if arch in LESS_SHARED:
             found = _WITH_LESS_SHARED.get((kind, size), found)
+        if value_dim <= size // 2:
+            found = replace(found, **_NARROW_VALUES.get((known, kind, size), {}))
         if dropout:
             found = replace(found, **_WITH_DROPOUT.get((known, kind, size), {}))
         if scored and arch not in LESS_SHARED:

@@ -70,6 +70,22 @@ def cases(tokens: int, heads: int, device: torch.device) -> tuple[AttentionCase,
     )
 
 
+def bias_case(tokens: int, heads: int, device: torch.device) -> AttentionCase:
+    """Learned biases of each distance and of each pair, whose gradients are added up in two ways.
+
+    >>> len(bias_case(100, 4, torch.device("cpu")).captured)
+    2
+    """
+    by_distance = torch.linspace(-1, 1, heads * tokens, device=device).view(heads, tokens)
+    by_pair = torch.linspace(-1, 1, tokens * tokens, device=device).view(tokens, tokens)
+    learned = (by_distance.sin().requires_grad_(), by_pair.cos().requires_grad_())
+
+    def biased(score: Tensor, _: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + learned[0][h, q_idx - kv_idx] + learned[1][q_idx, kv_idx]
+
+    return AttentionCase("biases", SCORE_FUNCTION, masks.causal(), biased, learned)
+
+
 def _scattered(_: Tensor, __: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Half of all pairs, without a pattern that a tile could use; query 5 sees nothing."""
     return ((q_idx * 131 + kv_idx * 31) % 97 < 50) & (q_idx != 5)
@@ -134,8 +150,8 @@ class Inputs:
     """[1, G, S, D]"""
     grad_out: Tensor
     """[1, H, S, D]"""
-    grad_lse: Tensor
-    """[1, H, S]"""
+    grad_lse: Tensor | None
+    """[1, H, S]; None where nothing depends on lse."""
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,28 @@ from flexcp.kernels.reference import dense_attention, dense_mask
 from flexcp.ops import flex_attention
 from flexcp.testing.tolerance import relative_error, tolerance
 from flexcp.tools.doctor.budget import Budget, Deadline
-from flexcp.tools.doctor.cases import SEED, AttentionCase, Inputs, cases, inputs, needs, refusal
+from flexcp.tools.doctor.cases import (
+    SEED,
+    AttentionCase,
+    Inputs,
+    bias_case,
+    cases,
+    inputs,
+    needs,
+    refusal,
+)
 from flexcp.tools.doctor.findings import Finding
 
-RESULTS = ("out", "lse", "dq", "dk", "dv", "d of what the score function captures")
+RESULTS = (
+    "out", "lse", "dq", "dk", "dv",
+    "d of what the score function captures", "d of the next that it captures",
+)  # fmt: skip
 """What a call gives, in this order."""
+_ORDERED = {"flex": 5, "varlen": 2}
+"""How many of them have the same bits in every call: torch adds up gradients of what its compiled
+kernels look up in no order, and FlashAttention those of queries and of shared keys."""
+_NO_GRADIENT_OF_LSE = ("varlen",)
+"""Kernels that have none."""
 
 _REPORT = "don't train with it; please report it with the report's files"
 
@@ -30,24 +47,30 @@ class Oracle:
 
     budget: Budget
     device: torch.device
-    _kept: dict[tuple[str, torch.dtype], tuple[Tensor, ...]]
+    _kept: dict[tuple[str, torch.dtype, bool], tuple[Tensor, ...]]
 
     @classmethod
     def of(cls, budget: Budget, device: torch.device) -> Oracle:
         """For the cases of a budget."""
         return cls(budget, device, {})
 
-    def inputs(self, dtype: torch.dtype) -> Inputs:
-        """Two query heads to each key head, if the heads allow it."""
+    def inputs(self, dtype: torch.dtype, kernel: str = "") -> Inputs:
+        """Two query heads to each key head, if the heads allow it; for a kernel, or for any."""
         b = self.budget
         kv_heads = b.heads // 2 if b.heads % 2 == 0 else b.heads
-        return inputs(b.tokens, b.heads, kv_heads, b.head_dim, dtype, self.device)
+        made = inputs(b.tokens, b.heads, kv_heads, b.head_dim, dtype, self.device)
+        return replace(made, grad_lse=None) if kernel in _NO_GRADIENT_OF_LSE else made
 
-    def expected(self, case: AttentionCase, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Results and gradients, from inputs that were rounded to `dtype`."""
-        key = (case.name, dtype)
+    def cases(self) -> tuple[AttentionCase, ...]:
+        """All that kernels are tried on."""
+        given = (self.budget.tokens, self.budget.heads, self.device)
+        return (*cases(*given), bias_case(*given))
+
+    def expected(self, case: AttentionCase, given: Inputs) -> tuple[Tensor, ...]:
+        """Results and gradients, from inputs that were rounded to some type."""
+        key = (case.name, given.q.dtype, given.grad_lse is None)
         if key not in self._kept:
-            self._kept[key] = _by_definition(case, self.inputs(dtype))
+            self._kept[key] = _by_definition(case, given)
         return self._kept[key]
 
 
@@ -61,9 +84,8 @@ def exactness(
 ) -> Finding:
     """Whether a kernel is right in all cases, and gives the same bits in all repeats."""
     name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
-    budget, given = oracle.budget, oracle.inputs(dtype)
-    every = cases(budget.tokens, budget.heads, oracle.device)
-    wanted = budget.repeats if repeats is None else repeats
+    given, every = oracle.inputs(dtype, kernel), oracle.cases()
+    wanted = oracle.budget.repeats if repeats is None else repeats
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(every):
         why_not = refusal(kernel, case, given)
@@ -79,9 +101,8 @@ def exactness(
 
 def runs_here(kernel: str, dtype: torch.dtype, oracle: Oracle) -> bool:
     """Whether a kernel takes any case on the device at hand."""
-    given, b = oracle.inputs(dtype), oracle.budget
-    every = cases(b.tokens, b.heads, oracle.device)
-    return any(refusal(kernel, case, given) is None for case in every)
+    given = oracle.inputs(dtype, kernel)
+    return any(refusal(kernel, case, given) is None for case in oracle.cases())
 
 
 def call(kernel: str | None, case: AttentionCase, given: Inputs) -> tuple[Tensor, ...]:
@@ -98,7 +119,10 @@ def call(kernel: str | None, case: AttentionCase, given: Inputs) -> tuple[Tensor
     out, lse = found
     assert isinstance(lse, Tensor)
     leaves = (*given.qkv, *case.captured)
-    grads = torch.autograd.grad((out, lse), leaves, (given.grad_out, given.grad_lse))
+    if given.grad_lse is None:
+        grads = torch.autograd.grad(out, leaves, given.grad_out)
+    else:
+        grads = torch.autograd.grad((out, lse), leaves, (given.grad_out, given.grad_lse))
     return out.detach(), lse.detach(), *grads
 
 
@@ -117,15 +141,14 @@ def _compare(
         errors = {
             what: relative_error(actual, expected)
             for what, actual, expected in zip(
-                RESULTS, found, oracle.expected(case, dtype), strict=False
+                RESULTS, found, oracle.expected(case, given), strict=False
             )
         }
         worst = max(errors, key=lambda what: errors[what])
         row |= {"error": errors[worst], "in": worst, "allowed": tolerance(dtype)}
         if not errors[worst] <= tolerance(dtype):
             return row | {"outcome": "failed", "why": f"{worst} is off by {errors[worst]:.1e}"}
-        # torch adds up gradients of what its compiled kernels look up, in no order
-        results = 5 if kernel == "flex" else len(found)
+        results = _ORDERED.get(kernel, len(found))
         again = lambda: call(kernel, case, given)[:results]  # noqa: E731
         done, different = _repeat(again, found[:results], repeats, deadline)
     except FlexCPError as error:  # of a mask that the kernel can't express
@@ -185,7 +208,8 @@ def _by_definition(case: AttentionCase, given: Inputs) -> tuple[Tensor, ...]:
     dropout = Dropout(case.dropout_p, SEED) if case.dropout_p else None
     found = dense_attention(q, k, v, allowed=allowed, score_mod=case.score_mod, dropout=dropout)
     leaves = (q, k, v, *case.captured)
-    grads = torch.autograd.grad(
-        (found.out, found.lse), leaves, (given.grad_out.double(), given.grad_lse.double())
-    )
+    results, gradients = [found.out], [given.grad_out.double()]
+    if given.grad_lse is not None:
+        results, gradients = [*results, found.lse], [*gradients, given.grad_lse.double()]
+    grads = torch.autograd.grad(results, leaves, gradients)
     return found.out.detach(), found.lse.detach(), *grads

@@ -143,6 +143,7 @@ def _run(
     """out, lse, dq, dk and dv of this rank's rows."""
     q, k, v = local
     out, lse = attention(q, k, v, plan, return_lse=True, **case.dropout)
+    assert given.grad_lse is not None
     grads = [plan.shard(x, 2) for x in (given.grad_out, given.grad_lse)]
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), local, grads)
 
