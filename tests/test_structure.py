@@ -62,6 +62,8 @@ PLANTED = {
         "each",
     },
     "integrations/transformers/trainer.py": {
+        "accelerator.gather_for_metrics": "while a loss is computed: Accelerate would take the "
+        "counts of ranks for samples, and drop some; taken back after it",
         "model._is_accelerate_prepared": "Accelerate's own mark, back to what it reads where none "
         "was set; there is no public way",
     },

@@ -6,12 +6,14 @@ import os
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainingArguments
 
 from flexcp import FlexCPError
 from flexcp.comm.simulated import RankError
 from flexcp.integrations import transformers as hf
+from flexcp.integrations.transformers.trainer import check_loss
 from flexcp.testing import spawn
 from flexcp.testing.tolerance import relative_error
 from tests.integrations.tiny_models import make, restarting, tokens
@@ -159,3 +161,34 @@ def test_ranks_of_a_mesh_must_be_neighbours(tmp_path):
 
     with pytest.raises(RankError, match=r"a mesh of neighbouring ranks, \[0, 1\] here"):
         spawn(rank, 4)
+
+
+class Contrastive(Trainer):
+    def compute_loss(self, model, inputs, *_, **__):
+        return model(**inputs).logits.logsumexp(0).mean()
+
+
+class Watched(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.watched = True
+        return loss
+
+
+def test_trainers_with_a_loss_of_their_own_are_refused_before_anything_is_built():
+    class Sharded(hf.TrainerMixin, Contrastive):
+        pass
+
+    class Delegating(hf.TrainerMixin, Watched):
+        pass
+
+    with pytest.raises(FlexCPError, match="got Contrastive, which computes a loss of its own"):
+        Sharded(model=make(), mesh=2)
+    check_loss(Delegating)
+
+
+@pytest.mark.parametrize("name", ["cp_size", "tp_size"])
+def test_sequences_are_never_shared_out_twice(tmp_path, name):
+    config = ParallelismConfig(**{name: 2})
+    with pytest.raises(FlexCPError, match=f"got {name}=2"):
+        ShardedTrainer(model=make(), args=arguments(tmp_path, parallelism_config=config))

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
     BloomConfig,
     Gemma3TextConfig,
     LlamaConfig,
@@ -162,7 +160,7 @@ def test_a_model_within_another_module_is_found():
             lambda: AutoModelForCausalLM.from_config(
                 Qwen3NextConfig(**{**SIZES, "num_hidden_layers": 4}, num_experts=2)
             ),
-            "recurrent layers",
+            "linear_attention in Qwen3NextForCausalLM",
         ),
         (
             lambda: AutoModelForCausalLM.from_config(
@@ -217,7 +215,7 @@ def test_attaching_twice_is_refused():
         ({"output_attentions": True}, "expected output_attentions=False"),
         ({"output_router_logits": True}, "expected output_router_logits=False"),
         ({"pixel_values": torch.ones(1)}, "pixel_values in the batch"),
-        ({"token_type_ids": torch.ones(2, 53)}, "token_type_ids in the batch"),
+        ({"token_type_ids": torch.ones(2, 53)}, "token_type_ids with others"),
         ({"position_ids": torch.ones(3, 2, 53)}, r"expected position_ids \[B, S\]"),
         ({"logits_to_keep": 1}, "logits_to_keep"),
         ({"document_ids": torch.ones(2, 7)}, "documents that cover the batch"),
@@ -368,20 +366,4 @@ def test_more_ranks_than_tokens_are_refused():
     ids = tokens(1, 2)
     refused(
         "at least one token", lambda: attached(make(), lambda cp: cp.shard({"input_ids": ids}), 3)
-    )
-
-
-def test_encoders_are_refused():
-    config = BertConfig(
-        vocab_size=61,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        attention_probs_dropout_prob=0.0,
-    )
-    batch = {"input_ids": tokens(), "position_ids": torch.arange(53)[None]}
-    refused(
-        "bidirectional_mask_function",
-        lambda: attached(BertModel(config), lambda cp: cp.model(**cp.shard(batch))),
     )

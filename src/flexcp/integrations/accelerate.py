@@ -26,6 +26,7 @@ def share_batches(accelerator: Accelerator, mesh: Any) -> None:
     >>> simulate(lambda mesh: share_batches(Accelerator(cpu=True), mesh), 1)
     [None]
     """
+    check_parallelism(getattr(accelerator, "parallelism_config", None))
     size = Ranks.of(mesh).size
     _require_neighbours(mesh, accelerator.process_index, size)
     if accelerator.num_processes % size:
@@ -44,6 +45,25 @@ def share_batches(accelerator: Accelerator, mesh: Any) -> None:
     groups = accelerator.num_processes // size
     # What Accelerate asks to find out which processes get the same batches.
     accelerator._prepare_device_mesh = lambda: _DataMesh({"dp_replicate": groups, "cp": size})
+
+
+def check_parallelism(config: Any) -> None:
+    """Raises if Accelerate is to share out sequences or heads itself, beside flexcp.
+
+    Args:
+        config: A `ParallelismConfig` of Accelerate, or None.
+
+    >>> check_parallelism(None)
+    """
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = getattr(config, name, None) or 1
+        if size > 1:
+            raise FlexCPError(
+                f"a ParallelismConfig without {name}: flexcp shares out sequences by its own mesh",
+                f"{name}={size}",
+                f"leave {name} out, and pass the ranks that share a sequence as a mesh: "
+                'init_device_mesh(device, (dp, cp), mesh_dim_names=("dp", "cp"))["cp"]',
+            )
 
 
 def _require_neighbours(mesh: Any, rank: int, size: int) -> None:

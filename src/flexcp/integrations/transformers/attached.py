@@ -256,7 +256,7 @@ class Attached:
             )
         unsupported.check_options(kwargs, module)
         UNDER_WAY.set(sharding)
-        rest = {name: x for name, x in kwargs.items() if name != SHARDING}
+        rest = {name: x for name, x in kwargs.items() if name not in (SHARDING, "attention_mask")}
         return args, {**rest, "use_cache": False}
 
     def _end_forward(self, *_: Any) -> None:

@@ -94,7 +94,7 @@ def local_part(
         labels: [B, S] shifted, of the whole batch.
         parts: 1 if the ranks' gradients are summed; the number of ranks if they are averaged.
     """
-    replaced = ("attention_mask", "labels", "shift_labels", "position_ids", "use_cache")
+    replaced = ("labels", "shift_labels", "position_ids", "use_cache")
     dropped = {*replaced, *NAMES_OF_DOCUMENTS, *_OF_FLASH_ATTENTION}
     whole = {name: x for name, x in batch.items() if name not in dropped}
     whole["position_ids"] = position_ids

@@ -165,11 +165,25 @@ def mask_kind(function: Callable[..., Any]) -> MaskKind:
     name, parts = function.__qualname__.split(".")[0], _captured_by(function)
     if name in _OF_THE_DATA:
         return frozenset()
-    inner = [mask_kind(f) for f in parts if callable(f)]
-    if name == "and_masks":
+    functions = [f for f in parts if callable(f)]
+    if name == "or_masks":
+        functions = [f for f in functions if not _adds_nothing(f)]
+    inner = [mask_kind(f) for f in functions]
+    if name == "and_masks" or (name == "or_masks" and len(inner) == 1):
         return frozenset().union(*inner)
     numbers = tuple(x for x in parts if isinstance(x, int | float))
     return frozenset({(name, numbers, frozenset(inner))})
+
+
+def _adds_nothing(function: Callable[..., Any]) -> bool:
+    """Whether an overlay of images is that of a text: models add it to the masks of any batch."""
+    name, parts = function.__qualname__.split(".")[0], _captured_by(function)
+    ids = [x for x in parts if isinstance(x, Tensor)]
+    if name == "blockwise_overlay":  # the image of every token, -1 for text
+        return all(bool((x < 0).all()) for x in ids)
+    if name == "token_type_ids_mask_function":  # 1 for images, and their numbers
+        return any(bool((x == 0).all()) for x in ids)
+    return False
 
 
 def separates_documents(function: Callable[..., Any]) -> bool:

@@ -63,14 +63,15 @@ def _make(
 ) -> BatchPlan:
     config = model.config.get_text_config(decoder=True)
     by_name, names = global_masks(model.config, facts)
-    heads = config.num_attention_heads
+    heads = _largest(config, "num_attention_heads")
+    assert heads is not None
     plan = make_plan(
         by_name,
         facts.shape[1],
         mesh,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=_largest(config, "num_key_value_heads") or heads,
+        head_dim=_largest(config, "head_dim") or config.hidden_size // heads,
         dtype=model.dtype,
         batch=facts.shape[0],
         **options,
@@ -82,3 +83,12 @@ def _make(
             "Transformers' layers don't take empty sequences: use fewer ranks, or pad",
         )
     return BatchPlan(plan, names)
+
+
+def _largest(config: Any, name: str) -> int | None:
+    """A number of the configuration, or the largest of its layers if these differ."""
+    try:
+        found: int | None = getattr(config, name, None)
+    except RuntimeError:  # as Transformers says that they do
+        found = max(getattr(layer, name) for layer in config.per_layer_config)
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 from flexcp.errors import FlexCPError
 from flexcp.integrations.transformers.attached import Attached, attach, attached_to
 from flexcp.integrations.transformers.batch import NAMES_OF_DOCUMENTS
+from flexcp.integrations.transformers.model_source_probes import leaves_the_loss_to_its_base
+from flexcp.integrations.transformers.unsupported import check_options
 from flexcp.plan import Ranks
 
 if TYPE_CHECKING:
@@ -41,8 +46,12 @@ class TrainerMixin(_Trainer):
 
     def __init__(self, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
         self._flexcp_mesh = mesh
+        self._flexcp_counts_all_ranks = False
+        if mesh is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as torchrun says
+            check_loss(type(self))
         super().__init__(*args, **kwargs)
         if self.context_parallel is not None:
+            check_loss(type(self))
             self._refuse_what_would_go_wrong()
 
     @property
@@ -94,20 +103,34 @@ class TrainerMixin(_Trainer):
         ):
             if wrong:
                 raise FlexCPError(expected, got, fix)
+        if self.context_parallel is not None:
+            check_options({}, self.context_parallel.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's, with data loaders that know which ranks share a sequence."""
+        from flexcp.integrations.accelerate import check_parallelism, share_batches
+
+        check_parallelism(getattr(self.args, "parallelism_config", None))
         super().create_accelerator_and_postprocess()
         mesh = self._mesh()
         if mesh is not None:
-            from flexcp.integrations.accelerate import share_batches
-
             share_batches(self.accelerator, mesh)
 
     def get_cp_size(self) -> int:
         """How many ranks see the same batch, which the Trainer divides its counts by."""
         mesh = self._mesh()
-        return super().get_cp_size() if mesh is None else Ranks.of(mesh).size
+        if mesh is None:
+            return super().get_cp_size()
+        return 1 if self._flexcp_counts_all_ranks else Ranks.of(mesh).size
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # Older versions of the Trainer don't divide what all ranks count together by get_cp_size.
+        self._flexcp_counts_all_ranks = True
+        try:
+            counted = super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self._flexcp_counts_all_ranks = False
+        return None if counted is None else counted // self.get_cp_size()
 
     def compute_loss(
         self,
@@ -121,8 +144,16 @@ class TrainerMixin(_Trainer):
         if cp is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         local = cp.shard(inputs)
-        loss, outputs = super().compute_loss(model, local, True, num_items_in_batch)
-        if num_items_in_batch is None and cp.gradients == "summed":
+        items = num_items_in_batch
+        if items is None and self.model_accepts_loss_kwargs and "num_items_in_batch" in local:
+            # A trainer may divide by the tokens that it sees, here a part of them, unless told.
+            parts = 1 if cp.gradients == "summed" else cp.ranks
+            groups = self.accelerator.num_processes // cp.ranks
+            items = local["num_items_in_batch"] * parts * groups
+        with _gathering_all_ranks(self.accelerator):
+            found = super().compute_loss(model, local, return_outputs, items)
+        loss, outputs = found if return_outputs else (found, None)
+        if items is None and cp.gradients == "summed":
             loss = loss * cp.ranks  # gradients will be averaged over processes
         return (loss, outputs) if return_outputs else loss
 
@@ -177,6 +208,43 @@ class TrainerMixin(_Trainer):
         super()._set_signature_columns_if_needed()
         columns: Any = self._signature_columns  # which the Trainer first declares as None
         columns += [name for name in NAMES_OF_DOCUMENTS if name not in columns]
+
+
+def check_loss(trainer: type) -> None:
+    """Raises if a trainer's loss is not the sum over tokens that the mixin can take parts of.
+
+    >>> from transformers import Trainer
+    >>> class Sharded(TrainerMixin, Trainer):
+    ...     pass
+    >>> check_loss(Sharded)
+    """
+    bases = trainer.__mro__[trainer.__mro__.index(TrainerMixin) + 1 :]
+    for base in (b for b in bases if "compute_loss" in vars(b)):
+        known = (base.__module__.split(".")[0], base.__name__)
+        if known in (("transformers", "Trainer"), ("trl", "SFTTrainer")):
+            return
+        if not leaves_the_loss_to_its_base(vars(base)["compute_loss"]):
+            raise FlexCPError(
+                "a trainer whose loss is a sum over tokens, such as Trainer and TRL's SFTTrainer",
+                f"{base.__name__}, which computes a loss of its own",
+                "run it without TrainerMixin; or override compute_loss in the class that has "
+                "TrainerMixin as a base, shard there with self.context_parallel.shard(inputs), and "
+                "return a loss whose mean over all processes is that of one",
+            )
+
+
+@contextmanager
+def _gathering_all_ranks(accelerator: Any) -> Iterator[None]:
+    """Metrics of a step are sums over what every rank has, also in the last batch of an epoch.
+
+    Accelerate would take entries of what was gathered for samples there, and drop those that fill
+    the batch up: with them the counts of some ranks.
+    """
+    accelerator.gather_for_metrics = accelerator.gather
+    try:
+        yield
+    finally:
+        del accelerator.gather_for_metrics
 
 
 def _first_of_each(gathered: Tensor, size: int) -> Tensor:

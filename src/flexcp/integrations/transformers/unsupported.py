@@ -10,25 +10,37 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexcp.errors import FlexCPError
-from flexcp.integrations.transformers.model_source_probes import tells_its_loss
+from flexcp.integrations.transformers.model_source_probes import (
+    is_encoder,
+    makes_a_mask,
+    tells_its_loss,
+)
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types that are attention and nothing else."""
 
 _OF_GENERATION = ("past_key_values", "cache_position", "prefix_allowed_tokens_fn")
+_TYPES_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""Of which 0 is text."""
 _OF_OTHER_MODALITIES = (
     "pixel_values",
     "pixel_values_videos",
     "image_grid_thw",
     "input_features",
     "input_values",
-    "token_type_ids",
-    "mm_token_type_ids",
     "block_sequence_ids",
     "encoder_hidden_states",
     "encoder_outputs",
     "decoder_input_ids",
 )
+
+
+_HEADS = {
+    "ForTokenClassification": "scores classes of each token, with labels that are not shifted",
+    "ForSequenceClassification": "looks at chosen tokens of the whole sequence",
+    "ForQuestionAnswering": "compares all tokens of the sequence",
+}
+"""What heads do that predict no tokens, by Transformers' name of their loss."""
 
 
 def language_model(model: nn.Module) -> PreTrainedModel:
@@ -50,22 +62,34 @@ def check_model(model: PreTrainedModel) -> None:
         raise _unfit("a decoder", f"{name}, which has an encoder too")
     if not (has_head(model) or model.base_model is model):
         raise _unfit(
-            "a decoder, or one with a language-model head: their outputs are one per token",
-            f"{name}, whose head looks at chosen tokens of the whole sequence",
+            "a decoder, or one with a language-model head, which predicts the next token",
+            f"{name}, whose head {_HEADS.get(str(getattr(model, 'loss_type', '')), 'does not')}",
         )
-    if getattr(model, "_is_stateful", False):
-        raise _unfit("layers that are attention", f"{name}, which has recurrent layers")
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
     if kinds:
         raise _unfit(
             f"layer types among {', '.join(ATTENTION_LAYERS)}", f"{', '.join(kinds)} in {name}"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise _unfit(
+            "layers that are attention",
+            f"{name}, which has recurrent layers, or others that keep a state of the sequence",
         )
     if not type(model)._can_set_attn_implementation():
         raise _unfit(
             "a model that takes its attention from Transformers' AttentionInterface",
             f"{name}, which has its own",
         )
-    if "position_ids" not in inspect.signature(type(decoder_of(model)).forward).parameters:
+    decoder = decoder_of(model)
+    if is_encoder(type(decoder), bool(getattr(config, "is_decoder", False))):
+        raise _unfit("a decoder", f"{name}, an encoder: each of its tokens sees the whole sequence")
+    for module in decoder.modules():
+        if makes_a_mask(type(module).forward):
+            raise _unfit(
+                "layers that attend under the masks that the model makes for them",
+                f"{type(module).__name__}, which makes one of its own from the tokens it is given",
+            )
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         raise _unfit(
             "a model that is told the positions of its tokens", f"{name}, without position_ids"
         )
@@ -78,9 +102,11 @@ def check_model(model: PreTrainedModel) -> None:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part that embeds tokens and runs the layers."""
-    inner: PreTrainedModel = model.get_decoder()  # type: ignore[no-untyped-call]
-    if inner is model and has_head(model):  # Llama 4 names its decoder otherwise than it says
-        return next(m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model)
+    inner: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    if not isinstance(inner, PreTrainedModel):  # some call their head so
+        inner = model
+    if has_head(inner):  # Llama 4 names its decoder otherwise than it says
+        return next(m for m in inner.modules() if isinstance(m, PreTrainedModel) and m is not inner)
     return inner
 
 
@@ -111,6 +137,15 @@ def check_batch(batch: Mapping[str, Any], model: PreTrainedModel) -> None:
                 f"{name} in the batch",
                 "masks of images and of encoders are made inside the model, from the whole "
                 "sequence; run such batches without context parallelism",
+            )
+    for name in _TYPES_OF_TOKENS:
+        types = batch.get(name)
+        if types is not None and bool((types != 0).any()):
+            raise FlexCPError(
+                f"a batch of text for a decoder: {name} of zeros",
+                f"{name} with others",
+                "masks of images are made inside the model, from the whole sequence; run such "
+                "batches without context parallelism",
             )
     mask = batch.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
