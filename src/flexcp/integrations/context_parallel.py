@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.hooks import RemovableHandle
 
 from flexcp.compat.intercept import Interception, in_force
 from flexcp.compat.recomputation import begin_keeping, end_keeping, kept_for_recomputation
@@ -114,6 +115,20 @@ class ContextParallel(ParallelStyle):
         with self._step.holding(None, disabled=True):
             yield
 
+    def remove(self, model: nn.Module) -> None:
+        """Gives the modules of a model that have this style their own forward back.
+
+        Also those that have a style made of it by `with_mask`.
+        """
+        for module in model.modules():
+            parallel = getattr(module.forward, "__self__", None)
+            if isinstance(parallel, _ParallelForward) and parallel.style._step is self._step:
+                parallel.hook.remove()
+                if getattr(parallel.own, "__func__", None) is type(module).forward:
+                    del module.forward  # it is the class's own again
+                else:
+                    module.forward = parallel.own
+
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         for name, other in module.named_modules():
             if _has_style(other):
@@ -133,8 +148,8 @@ class ContextParallel(ParallelStyle):
             self._require(self.plan)
             self.plan.unapplied_styles.forget_reported()
         # Not by hooks, which run outside of what `torch.compile(module)` traces.
-        module.forward = _ParallelForward(self, module, module.forward).run
-        module.register_forward_pre_hook(_must_be_called)
+        hook = module.register_forward_pre_hook(_must_be_called)
+        module.forward = _ParallelForward(self, module, module.forward, hook).run
         self._mark.is_applied = True
         self._step.marks[:] = [mark for mark in self._step.marks if not mark.is_reported]
         return module
@@ -231,6 +246,8 @@ class _ParallelForward:
     module: nn.Module
     own: Callable[..., Any]
     """What the module did before."""
+    hook: RemovableHandle
+    """`_must_be_called`."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Stands for the module's forward."""

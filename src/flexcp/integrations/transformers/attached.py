@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
@@ -19,6 +18,7 @@ from flexcp.ahead import plan_ahead
 from flexcp.batch import positions_within
 from flexcp.comm.summing import sum_in_place
 from flexcp.errors import FlexCPError
+from flexcp.integrations.gradients import sum_gradients
 from flexcp.integrations.transformers import unsupported
 from flexcp.integrations.transformers.attention import IMPLEMENTATION, UNDER_WAY, Sharding
 from flexcp.integrations.transformers.batch import (
@@ -152,17 +152,7 @@ class Attached:
 
         Every rank's gradient then is that of one process.
         """
-        found = [p for p in self.model.parameters() if p.requires_grad]
-        for p in found:
-            if isinstance(p, DTensor):
-                raise FlexCPError(
-                    "whole parameters on every rank",
-                    "parameters that FSDP or tensor parallelism has sharded",
-                    'leave gradients to FSDP, and attach with gradients="averaged"',
-                )
-            if p.grad is None:  # such as an expert that got no token here
-                p.grad = torch.zeros_like(p)
-        sum_in_place([p.grad for p in found if p.grad is not None], self.mesh)
+        sum_gradients(self.model, self.mesh)
 
     def detach(self) -> None:
         """Gives the model its own attention back; calling it again does nothing."""
