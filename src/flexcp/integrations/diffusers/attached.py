@@ -44,7 +44,7 @@ class AttachedTransformer:
     _shardings: TokenShardings
     _styles: dict[tuple[str, ...], ContextParallel] = field(default_factory=dict)
     _undo: list[RemovableHandle] = field(default_factory=list)
-    _running: list[_Run] = field(default_factory=list)
+    _running: list[_ForwardPass] = field(default_factory=list)
     """Forward passes under way, the innermost last."""
 
     @property
@@ -99,7 +99,7 @@ class AttachedTransformer:
                 "call disable_cache() first",
             )
         sharding = self._shardings.of(self.structure.lengths(module, given), given["hidden_states"])
-        run = _Run(sharding)
+        run = _ForwardPass(sharding)
         run.stack.enter_context(self._holding(run))
         for streams, style in self._styles.items():
             run.stack.enter_context(style.using(sharding.plan(streams)))
@@ -126,7 +126,7 @@ class AttachedTransformer:
             )
 
     @contextmanager
-    def _holding(self, run: _Run) -> Iterator[None]:
+    def _holding(self, run: _ForwardPass) -> Iterator[None]:
         """Makes a forward pass the one under way, here and where it is recomputed."""
         self._running.append(run)
         try:
@@ -177,7 +177,7 @@ class AttachedTransformer:
 
 
 @dataclass(eq=False)
-class _Run:
+class _ForwardPass:
     """A forward pass of the model."""
 
     sharding: TokenSharding
