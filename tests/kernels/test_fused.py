@@ -60,7 +60,12 @@ def test_a_type_without_products_is_computed_with_in_float32(has_products: bool)
         seen.update(x.dtype for x in given[:5])
         return CPU_FLASH.backward_mode(causal=True)(*given)
 
-    op = replace(CPU_FLASH, causal_backward=backward, multiplies=lambda _: has_products)
+    op = replace(
+        CPU_FLASH,
+        causal_backward=backward,
+        multiplies=lambda _: has_products,
+        prefers_causal_mode=lambda _: True,
+    )
     compiled = CompiledShapes(causal_shapes(2048))
     p = problem(batch=1, heads=2, kv_heads=1, q_len=2048, dim=8, dtype=torch.bfloat16)
     q, k, v = (x.detach() for x in p.inputs)
@@ -73,6 +78,28 @@ def test_a_type_without_products_is_computed_with_in_float32(has_products: bool)
         (back.q, back.k, back.v), torch.autograd.grad(dense.out, wide, q.double()), strict=True
     ):
         assert_close(actual, wanted, dtype=torch.bfloat16, factor=2)
+
+
+@pytest.mark.parametrize("by_mode", [True, False])
+@pytest.mark.parametrize("size", [0.1, 1.5, 30.0])
+def test_triangles_are_exact_by_mode_or_cut_whether_scores_are_small_or_large(
+    by_mode: bool, size: float
+) -> None:
+    """Small ones are added up, with what rectangles found; others merged, to the base 2 or e."""
+    op = replace(CPU_FLASH, prefers_causal_mode=lambda _: by_mode)
+    compiled = CompiledShapes(causal_shapes(1700))
+    p = problem(batch=1, heads=4, kv_heads=2, q_len=1700, dim=8, dtype=torch.float32)
+    q, k, v = (x.detach() * scale for x, scale in zip(p.inputs, (size, size, 1), strict=True))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    dense = dense_attention(*wide, allowed=torch.ones(1700, 1700, dtype=torch.bool).tril())
+    found = flash.forward(q, k, v, compiled, scale=8**-0.5, fused=op)
+    back = flash.backward(v.repeat(1, 2, 1, 1), q, k, v, found.out, found.lse, compiled,
+                          scale=8**-0.5, fused=op)  # fmt: skip
+    assert_close(found.out, dense.out, dtype=torch.float32, factor=max(1.0, size))
+    assert_close(found.lse, dense.lse, dtype=torch.float32)
+    grads = torch.autograd.grad(dense.out, wide, v.double().repeat(1, 2, 1, 1))
+    for actual, wanted in zip((back.q, back.k, back.v), grads, strict=True):
+        assert_close(actual, wanted, dtype=torch.float32, factor=max(1.0, size) ** 2)
 
 
 BANDS = {

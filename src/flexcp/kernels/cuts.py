@@ -29,8 +29,8 @@ _WIDENED = 256
 _TRIANGLE = 1024
 """Rows up to which a stack without a large rectangle is computed by strips alone."""
 _SQUARE = 1024
-"""Rows from which a triangle is one call of the fused op's causal mode: a tenth faster from there
-on; below, half of the pairs that it computes and more are forbidden."""
+"""Rows from which a triangle is one call of the fused op's causal mode, where that is preferred;
+below, half of the pairs that it computes and more are forbidden."""
 BAND_ROWS = 32
 """Rows of a band's blocks: the fewest that the CPU op works on at a time, since each block
 computes as many pairs per row that are forbidden. With a window of 1,024 that takes a quarter less
@@ -41,7 +41,7 @@ _BAND_KEYS = range(64, 8193)
 is in large rectangles, and what says where its edges are would take megabytes."""
 _CALL = 4096
 """What starting a piece costs, in pairs per head."""
-_EFFICIENCY = {256: 1.04, 128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
+_EFFICIENCY = {128: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
 """Speed of strips by their rows, relative to the best."""
 
 

@@ -232,7 +232,7 @@ def _forward_group(
     program = compiled.program(
         group.plane,
         fused=fused is not None,
-        causal_squares=fused is not None and fused.causal_forward is not None,
+        causal_squares=fused is not None and fused.prefers_causal_mode(q.dtype),
         bands=fused is not None and fused.masked_forward is not None,
     )
     if fused is not None and _is_one_call(program, q, k):
@@ -287,7 +287,7 @@ def _backward_group(
     captured: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
-    by_mode = fused is not None and fused.causal_backward is not None
+    by_mode = fused is not None and fused.prefers_causal_mode(q.dtype)
     program = compiled.program(group.plane, fused=fused is not None, causal_squares=by_mode)
     if fused is not None and _is_one_call(program, q, k):
         own = fused.backward_mode(program.pieces[0].causal)

@@ -36,16 +36,19 @@ class FusedOp:
     backward: Backward
     """(grad_out, q, k, v, out, lse, scale) -> dq, dk, dv in the type of q."""
     causal_forward: Forward | None = None
-    """`forward` on a square whose i-th row sees the first i + 1 keys, where that is faster than
-    rectangles and strips."""
+    """`forward` on a square whose i-th row sees the first i + 1 keys."""
     causal_backward: Backward | None = None
-    """`backward` on such a square, where that is faster."""
+    """`backward` on such a square."""
     masked_forward: MaskedForward | None = None
     """(q, k, v, bias, scale): `forward` with a bias [Lq, Lkv] on the scores, of the type of q; for
     bands, as batches of a few rows, where that is faster than strips."""
     multiplies: Callable[[torch.dtype], bool] = lambda _: True
     """Whether the processor has matrix products of a type that are as fast as those of float32;
     tensors of other types are computed with in float32."""
+    prefers_causal_mode: Callable[[torch.dtype], bool] = lambda _: False
+    """Whether squares of a type are faster by the op's causal mode than by rectangles and strips.
+    It follows from the type and the kind of processor, not from a measurement, so that the same
+    run gives the same bits."""
 
     def mode(self, causal: bool) -> Forward:
         """`forward`, or the op's own causal mode."""
@@ -125,6 +128,16 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+@lru_cache(maxsize=8)
+def _cpu_prefers_causal_mode(dtype: torch.dtype) -> bool:
+    """For half types, which strips have to convert, and where vectors are of 512 bits.
+
+    With vectors of 256 bits, rectangles and strips take 0.95 of its time forward and 0.92 backward
+    (4K and 8K, heads of 64 and 128): it computes 128 keys too many for every row.
+    """
+    return dtype in _HALF or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -212,6 +225,7 @@ CPU_FLASH = FusedOp(
     _cpu_causal_backward,
     _cpu_masked_forward,
     _cpu_multiplies,
+    _cpu_prefers_causal_mode,
 )
 CUDA_FLASH = FusedOp("CUDA flash", "cuda", _HALF, 256, _cuda_flash_forward, _cuda_flash_backward)
 CUDA_EFFICIENT = FusedOp(

@@ -29,7 +29,7 @@ from flexcp.kernels.cuts import (
 )
 from flexcp.kernels.interface import Plane, Slab
 
-_STRIP_PAIRS = STRIP_ROWS * 4096
+_STRIP_PAIRS = STRIP_ROWS * 2048
 """A strip with more pairs is cut into several ranges of keys."""
 _PIECE_BYTES = 400
 """What a piece takes, as an object with ten fields."""

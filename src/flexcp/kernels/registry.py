@@ -42,6 +42,8 @@ KERNELS = {
 """What can be asked for by name; "triton" with tiles if wanted: "triton: forward=64x64 w4 s2"."""
 
 _ASKED = "it was asked for by name"
+_CAUSAL_MODE = "the op's own causal mode, as of this type on this processor"
+_CUT = "rectangles and strips, as of float32 on a processor without AVX-512"
 
 
 @dataclass(frozen=True)
@@ -358,12 +360,14 @@ def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
             why_not = f"{op.name} runs one batch element and head per thread; there are too few"
         if why_not is None:
             found = [*refusals, f"{op.name} takes {q.dtype} on {q.device.type}"]
+            used = q.dtype if op.multiplies(q.dtype) else torch.float32
+            if used != q.dtype:
+                found.append(f"computed in float32: this processor has no products of {q.dtype}")
             if op.causal_forward is not None:
-                found.append("triangles by the op's own causal mode")
+                by_mode = op.prefers_causal_mode(used)
+                found.append(f"triangles by {_CAUSAL_MODE if by_mode else _CUT}")
             if op.masked_forward is not None:
                 found.append("sliding windows by the op with a bias forward, cut up backward")
-            if not op.multiplies(q.dtype):
-                found.append(f"computed in float32: this processor has no products of {q.dtype}")
             return op, tuple(found)
         refusals.append(why_not)
     if not refusals:
