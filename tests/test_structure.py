@@ -80,6 +80,10 @@ PLANTED = {
         for name in ("enable_load_balance", "rotate_method")
     },
     "torch_names.py": {
+        **{
+            f"x.{name}": "a hint on a tensor that was just made, as torch's own function leaves it"
+            for name in ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+        },
         "function._dynamo_marked_constant": "what dynamo looks for on a function of our own",
     },
     "tools/train/compare.py": {

@@ -170,6 +170,15 @@ def compiles_for_many() -> bool:
     return again or not find("torch._dynamo.config").assume_static_by_default
 
 
+def mark_varying(x: Tensor, dim: int) -> None:
+    """Graphs are made for any size of a dimension, as after `torch._dynamo.maybe_mark_dynamic`.
+
+    That one imports dynamo, which takes a second.
+    """
+    x._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
+    x._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
 def never_compiled_by_itself(function: Callable[..., Any]) -> None:
     """Dynamo inlines a function into what it compiles, but does not begin to compile at it."""
     frames = find("torch._C._dynamo.eval_frame")

@@ -59,6 +59,27 @@ def test_every_kind_of_mask_compiles_into_one_graph(kind: str) -> None:
     _same(p, _model(p.q, p.k, p.v, mask, p.sinks), compiled(p.q, p.k, p.v, mask, p.sinks))
 
 
+@pytest.mark.parametrize("kind", ["BlockMask", "function"])
+def test_layers_share_a_graph_with_several_masks_that_have_no_handles(kind: str) -> None:
+    def causal(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return q >= kv
+
+    def near(b, h, q, kv):  # type: ignore[no-untyped-def]
+        return (q - kv).abs() < 9
+
+    def model(q: Tensor, k: Tensor, v: Tensor, first: object, second: object) -> Tensor:
+        for mask in (first, second, first):
+            q = q + flex_attention(q, k, v, block_mask=mask, enable_gqa=True)  # type: ignore[arg-type]
+        return loss(q)
+
+    given = (causal, near)
+    if kind == "BlockMask":
+        given = tuple(flexcp.build_block_grid(mask, 50).to_block_mask() for mask in given)
+    p = problem(q_len=50)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    _same(p, model(p.q, p.k, p.v, *given), compiled(p.q, p.k, p.v, *given))
+
+
 def test_the_default_backend_runs_forward_and_backward() -> None:
     p = problem(q_len=90)
     compiled = torch.compile(_model, fullgraph=True)

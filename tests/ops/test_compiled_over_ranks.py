@@ -217,11 +217,17 @@ def test_the_next_batches_plan_runs_in_the_graph_of_the_first():
     def rank(mesh):
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(with_sinks, backend=counter, fullgraph=True)
-        for size in (11, 23, 40):
-            documents = CAUSAL & masks.document(torch.arange(LENGTH) // size)
-            plan = plan_for(mesh, mask=documents, layout="contiguous", schedule="exchange")
+        rows, kept = set(), set()
+        for lengths in ([23, 49, 29], [8, 23, 24, 30, 16], [38, 59, 4], [2, 21, 26, 25, 27]):
+            documents = CAUSAL & masks.document(lengths=lengths)
+            plan = plan_for(mesh, mask=documents)
+            rows.add(plan.rows)
+            kept.add(plan.sizes[""].kept_rows)
             sinks = SINKS.clone().requires_grad_()
             assert_same(results_of(compiled, plan, sinks), results_of(with_sinks, plan, sinks))
+        assert len(rows) > 2
+        assert 0 in kept
+        assert len(kept) > 2
         return counter.frame_count
 
     assert testing.spawn(rank, 2) == [1, 1]

@@ -47,7 +47,7 @@ def test_another_length_or_mask_compiles_once_more_and_then_never_again() -> Non
 
 
 def test_a_captured_int_and_a_tensor_without_dimensions_may_change_within_a_graph() -> None:
-    table = torch.randn(3, 40, dtype=torch.float64)
+    table = torch.randn(3, 40, dtype=torch.float64, requires_grad=True)
 
     def model(q: Tensor, k: Tensor, v: Tensor, number: int, which: Tensor) -> Tensor:
         def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -59,6 +59,10 @@ def test_a_captured_int_and_a_tensor_without_dimensions_may_change_within_a_grap
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for number, row in ((3, 0), (5, 2), (9, 1)):
         p = problem(q_len=40)
-        arguments = (*(x.detach() for x in (p.q, p.k, p.v)), number, torch.tensor(row))
-        assert_close(compiled(*arguments), model(*arguments))
+        arguments = (p.q, p.k, p.v, number, torch.tensor(row))
+        results = [run(*arguments) for run in (model, compiled)]
+        wanted, found = (torch.autograd.grad(loss(x), [*p.inputs, table]) for x in results)
+        assert_close(results[1], results[0])
+        for actual, expected in zip(found, wanted, strict=True):
+            assert_close(actual, expected)
     assert counter.frame_count == 2

@@ -23,6 +23,7 @@ from flexcp.masks import Mask
 from flexcp.ops.interface import AttentionOp, OutputGradients, Saved
 from flexcp.ops.local import local_op
 from flexcp.ops.mask_cache import MaskLike
+from flexcp.ops.rows import SPARE
 from flexcp.ops.sharded import ShardedAttention, sharded_op, tell_ranks_on_error
 from flexcp.plan import Plan
 from flexcp.torch_names import constant_in_graphs
@@ -55,19 +56,20 @@ def handle_of(mask: MaskLike | None) -> Tensor | None:
     handle: Tensor | None = None if mask is None else getattr(mask, "graph_handle", None)
     if mask is not None and handle is None:
         id(mask)  # makes dynamo guard on which object it is
-        handle = _constant_handle(mask)
+        (handle,) = _constant_handle(mask)
     return handle
 
 
 @constant_in_graphs
-def _constant_handle(mask: object) -> Tensor:
+def _constant_handle(mask: object) -> tuple[Tensor]:
+    """The handle in a tuple: dynamo can't tell tensors apart that one function returns."""
     if isinstance(mask, Mask) and not hasattr(mask, "mask_mod"):
         raise FlexCPError(
             "a mask that exists before the compiled function is called",
             "one that is made inside of it",
             "make it outside and pass it in; it may be another one at every call",
         )
-    return constant_handle(mask)
+    return (constant_handle(mask),)
 
 
 def compiled_sharded_attention(
@@ -97,7 +99,7 @@ def compiled_sharded_attention(
     # A shape, and not asked whether it is 0: either would tie the graph to the number.
     each = k.shape[1] if not sizes.swaps else sizes.kv_heads
     batch = 1 if plan.layout.batch_elements > 1 else k.shape[0]
-    kept = (sizes.kept.shape[0] - 2) * batch * each * (k.shape[3] + v.shape[3])
+    kept = (sizes.kept.shape[0] - 2) * batch * each * (k.shape[3] + v.shape[3]) + SPARE
     handle = plan.graph_handle if handle is None else handle
     out, lse, *_ = _attention(
         q, k, v, sinks, handle, name, scale, gradients, False, kernel, swapped, kept,
@@ -157,8 +159,8 @@ def _attention(
     """out, lse, and the op's extras, packed.
 
     `swapped` has rows, query heads and kv heads after a swap of rows for heads, if there is one;
-    `kept` is how many elements of K and V are kept; None on one device. `seed` is an int64 [1] on
-    the host, if weights are dropped.
+    `kept` is how many elements of K and V are kept, spare ones included; None on one device.
+    `seed` is an int64 [1] on the host, if weights are dropped.
     """
     number = 0 if seed is None else int(seed)
     found = _op_of(

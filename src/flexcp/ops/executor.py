@@ -111,7 +111,7 @@ class PassWorkspace:
         """
         program, kind, own, arriving = self.program, self.kind, self.own, self.arriving
         if arriving is None:
-            arriving = kind.empty(program.arriving_rows) if kept is None else kept
+            arriving = kind.empty_to_keep(program.arriving_rows) if kept is None else kept
             if program.own_arrive:
                 own = arriving[: program.own_rows]
         given = self.found_in(k, v) if program.own_is_given else None
@@ -249,7 +249,7 @@ def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nothing_kept(program: RankProgram, k: Tensor, v: Tensor) -> Tensor:
-    return RowKind.of(k, v, program.by_element).empty(program.arriving_rows)
+    return RowKind.of(k, v, program.by_element).empty_to_keep(program.arriving_rows)
 
 
 def fetched(

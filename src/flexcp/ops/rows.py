@@ -24,6 +24,10 @@ Messages = tuple[tuple[int, Tensor], ...]
 """Peers, and contiguous tensors."""
 
 
+SPARE = 2
+"""Elements behind the rows that are kept: graphs are compiled for any size, but for 0 and 1."""
+
+
 @dataclass(frozen=True)
 class RowKind:
     """What the rows of a call look like."""
@@ -53,6 +57,11 @@ class RowKind:
     def empty(self, rows: int, dtype: torch.dtype | None = None) -> Tensor:
         """Room for some rows."""
         return torch.empty((rows, *self.shape), dtype=dtype or self.dtype, device=self.device)
+
+    def empty_to_keep(self, rows: int) -> Tensor:
+        """Room for rows that a compiled graph may keep, with `SPARE` elements behind them."""
+        whole = torch.empty(rows * prod(self.shape) + SPARE, dtype=self.dtype, device=self.device)
+        return whole[:-SPARE].view(rows, *self.shape)
 
     def nbytes(self, rows: int) -> int:
         """Bytes that some rows take."""

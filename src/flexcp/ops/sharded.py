@@ -22,7 +22,7 @@ from flexcp.ops.dropout import drawn_seed
 from flexcp.ops.executor import RoundKernel, run_backward, run_forward
 from flexcp.ops.interface import Gradients, OutputGradients, Saved
 from flexcp.ops.program import RankPrograms
-from flexcp.ops.rows import RowKind
+from flexcp.ops.rows import SPARE, RowKind
 from flexcp.ops.swap import Swap
 from flexcp.plan import Plan
 
@@ -150,9 +150,12 @@ class ShardedAttention:
         return Gradients(grad_q, grad_k, grad_v, grad_sinks, captured)
 
     def pack(self, saved: Saved) -> list[Tensor]:
-        """What was swapped, then all kept rows, flat."""
+        """What was swapped, then all kept rows and the elements behind them, flat."""
         swapped = 0 if self.swap is None else _SWAP_EXTRAS
-        rows = saved.extras[swapped].flatten() if self.keeps_kv else saved.q.new_empty(0)
+        rows = saved.q.new_empty(SPARE)
+        if self.keeps_kv:
+            kept = saved.extras[swapped]
+            rows = kept.as_strided((kept.numel() + SPARE,), (1,))
         return [*(_in_own_memory(x) for x in saved.extras[:swapped]), rows]
 
     def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
@@ -162,7 +165,7 @@ class ShardedAttention:
             return tuple(swapped)
         _, k, v = swapped[:3] if swapped else (saved.q, saved.k, saved.v)
         kind = RowKind.of(k, v, self.programs.forward.by_element)
-        return *swapped, rows.view(-1, *kind.shape)
+        return *swapped, rows[:-SPARE].view(-1, *kind.shape)
 
 
 @dataclass(eq=False)

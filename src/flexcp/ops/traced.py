@@ -1,8 +1,8 @@
 """Attention with a score_mod inside torch.compile: traced, one block of rows at a time.
 
 A score_mod of a compiled function belongs to its graph, together with what it captures, so the
-whole computation is made of operations that the compiler sees. Each block of rows is a
-checkpoint: its scores are computed again in the backward pass, and never stored for all rows.
+whole computation is made of operations that the compiler sees. Where scores are many, each block of
+rows is a checkpoint: they are computed again in the backward pass, and never stored for all rows.
 Over a plan, one op fetches the rows of K and V that are needed (`fetch.py`); the rest is as on one
 device.
 """
@@ -30,7 +30,7 @@ from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 from flexcp.ops.positions import in_translation, looking_up, positions_of
 from flexcp.ops.sharded import shifted
 from flexcp.ops.traced_rows import attend_by_rows
-from flexcp.ops.traced_scores import attend_to_scores, modified, recomputed
+from flexcp.ops.traced_scores import attend_to_scores, is_recomputed, modified, run_block
 from flexcp.plan import Plan
 from flexcp.torch_names import compiles_for_many, constant_in_graphs
 
@@ -330,15 +330,18 @@ def _run_head_group(
             )  # fmt: skip
         return attend_to_scores(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
 
-    trains = needs_gradients(query, key, value, sinks)
+    blocks = work.blocks[heads.plane]
+    pairs = sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks)
+    scores = len(b) * len(h) * pairs
+    again = is_recomputed(needs_gradients(query, key, value, sinks), scores)
     parts: list[list[Tensor]] = []
     done = 0
-    for block in work.blocks[heads.plane]:
+    for block in blocks:
         if block.q0 > done:
             parts.append(_fully_masked(q[:, :, done : block.q0], v, sink))
         keys = slice(block.k0, block.k1)
-        part = recomputed(
-            trains, lambda *x, block=block: rows(block, *x),
+        part = run_block(
+            again, lambda *x, block=block: rows(block, *x),
             q[:, :, block.q0 : block.q1], k[:, :, keys], v[:, :, keys],
         )  # fmt: skip
         parts.append(part)

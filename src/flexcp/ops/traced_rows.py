@@ -21,7 +21,13 @@ from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.dropout import traced_kept
 from flexcp.ops.mask_cache import compiled_shapes_for
-from flexcp.ops.traced_scores import attend_to_scores, modified, over_pairs, recomputed
+from flexcp.ops.traced_scores import (
+    attend_to_scores,
+    is_recomputed,
+    modified,
+    over_pairs,
+    run_block,
+)
 
 _MOST_ROWS = 1024
 """Of a block, whose scores against all keys are in memory at a time."""
@@ -67,7 +73,7 @@ def attend_by_rows(
     keys, values = (x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
     shape_of = (q.detach(), k.detach())
-    trains = needs_gradients(q, k, v, sinks)
+    again = is_recomputed(needs_gradients(q, k, v, sinks), batch * heads * length * k.shape[2])
 
     def block_of_rows(i: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         at = q_at[i]
@@ -87,8 +93,8 @@ def attend_by_rows(
         return attend_to_scores(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
 
     parts = [
-        recomputed(
-            trains, lambda *x, i=i: block_of_rows(i, *x),
+        run_block(
+            again, lambda *x, i=i: block_of_rows(i, *x),
             scaled.index_select(2, q_at[i]), keys, values,
         )
         for i in range(blocks)

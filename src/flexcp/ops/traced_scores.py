@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flexcp.kernels.score import ScoreFunction
 
+MOST_KEPT_SCORES = 1 << 24
+"""Of one call: up to so many (64 MB in float32) stay in memory until the backward pass."""
 _LOOKUPS = (operator.getitem, torch.Tensor.__getitem__)
 _OF_NUMBERS = frozenset(
     {
@@ -32,7 +34,7 @@ class ScoreSemantics(TorchFunctionMode):
     A lookup by tensors is a gather: torch reads the number in a tensor without dimensions and looks
     up by that, which a graph can't. And a captured int, which may be another one in the next call,
     is a tensor, since `torch.func.vmap` can't compute with symbols. Dynamo has no modes inside of
-    checkpoints, so this holds where no gradients of q, k and v are asked for.
+    checkpoints, so this does not hold for scores that are computed again.
     """
 
     def __torch_function__(
@@ -57,11 +59,16 @@ def _as_tensor(operand: Any) -> Any:
     return torch.scalar_tensor(operand, dtype=torch.int64) if is_whole else operand
 
 
-def recomputed(
-    needs_gradients: bool, block: Callable[..., list[Tensor]], *tensors: Tensor
+def is_recomputed(needs_gradients: bool, scores: int) -> bool:
+    """Whether so many scores are computed again in the backward pass, and not kept for it."""
+    return needs_gradients and scores > MOST_KEPT_SCORES
+
+
+def run_block(
+    recomputed: bool, block: Callable[..., list[Tensor]], *tensors: Tensor
 ) -> list[Tensor]:
-    """What a block of rows gives, computed again in the backward pass if there is one."""
-    if not needs_gradients:
+    """What a block of rows gives."""
+    if not recomputed:
         with ScoreSemantics():
             return block(*tensors)
     found: list[Tensor] = checkpoint(block, *tensors, use_reentrant=False, preserve_rng_state=False)

@@ -26,11 +26,12 @@ from flexcp.plan.explain import explain, plan_as_data
 from flexcp.plan.machine import Machine
 from flexcp.plan.memo import PlanMemo
 from flexcp.plan.mesh import Ranks
-from flexcp.plan.rank_sizes import RankSizes
+from flexcp.plan.rank_sizes import RankSizes, number_as_shape
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.stats import Stats, make_stats
 from flexcp.plan.styles import UnappliedStyles
 from flexcp.schedule import Schedule, check_schedule
+from flexcp.torch_names import mark_varying
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,10 @@ class Plan:
     sizes: Mapping[str, RankSizes] = field(init=False, repr=False)
     """What this rank holds during attention under every mask; empty if the plan was
     made from numbers."""
+    _rows_as_shape: Tensor | None = field(init=False, repr=False)
+    """`number_as_shape` of `rows`."""
+    _varies: bool = field(init=False, repr=False)
+    """Whether a mask holds tensors, so that the next step's plan gives ranks other rows."""
     graph_handle: Tensor = field(init=False, repr=False)
     """Stands for the plan inside compiled graphs; see `flexcp.graph_handles`."""
     memo: PlanMemo = field(init=False, repr=False)
@@ -86,6 +91,10 @@ class Plan:
         found = {
             "rows": None if rank is None else int(self.layout.counts[rank]),
             "sizes": sizes,
+            "_rows_as_shape": None
+            if rank is None
+            else number_as_shape(int(self.layout.counts[rank])),
+            "_varies": any(grid.mask.nbytes for grid in self.grids.values()),
             "graph_handle": numbered_handle(self),
             "memo": PlanMemo(),
         }
@@ -164,12 +173,17 @@ class Plan:
 
         A ContextParallel that was made with the plan has to be applied to a module before.
         """
-        if torch.compiler.is_compiling() and rank is None and self.rows is not None:
+        if torch.compiler.is_compiling() and rank is None and self._rows_as_shape is not None:
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            local: Tensor = shard_ops.shard(x, self.graph_handle, *where, self.rows)
+            # A shape, and not the number: that would tie the graph to it.
+            rows = self._rows_as_shape.shape[0] - 2
+            local: Tensor = shard_ops.shard(x, self.graph_handle, *where, rows)
             return local
         self.unapplied_styles.require_applied("plan.shard")
-        return self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
+        found = self.layout.shard(x, dim, rank=self._rank(rank), batch_dim=batch_dim)
+        if self._varies:
+            mark_varying(found, dim % x.dim())
+        return found
 
     def unshard(self, x: Tensor, dim: int, *, batch_dim: int = 0) -> Tensor:
         """All rows in their original order, on every rank; differentiable.

@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 
 from flexcp.schedule import Schedule
+from flexcp.torch_names import mark_varying
+
+
+def number_as_shape(number: int) -> Tensor:
+    """[number + 2, 0], for compiled graphs: they let marked shapes vary from plan to plan.
+
+    Not so 0 and 1, nor a number that they read from a module or a global.
+    """
+    carrier = torch.empty(number + 2, 0, device="cpu")
+    mark_varying(carrier, 0)
+    return carrier
 
 
 @dataclass(frozen=True)
@@ -28,11 +39,10 @@ class RankSizes:
     kept_rows: int
     """Rows of K and V that are kept for the backward pass, beside its own."""
     kept: Tensor = field(init=False, repr=False, compare=False)
-    """[kept_rows + 2, 0] Carries `kept_rows` as a shape: a compiled graph lets shapes vary from
-    plan to plan (but for 0 and 1), but not a number that it reads from a module or a global."""
+    """`number_as_shape` of `kept_rows`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kept", torch.empty(self.kept_rows + 2, 0, device="cpu"))
+        object.__setattr__(self, "kept", number_as_shape(self.kept_rows))
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, num_heads: int, num_kv_heads: int) -> RankSizes:

@@ -44,6 +44,11 @@ _TO_REPORT = 10.0
 
 _MOST_PROCESSES = 256
 
+if not torch.accelerator.is_available():
+    # torch built for GPUs, on a machine without one, counts one as soon as anything is compiled.
+    # The first backward pass starts a thread for each, and from then on forks can run none.
+    torch.ones((), requires_grad=True).backward()
+
 
 def spawn(
     fn: Callable[[Any], T],
