@@ -30,7 +30,7 @@ __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
 class BlockMaskLengthError(ValueError, RuntimeError):
     """A BlockMask of another length than the tensors.
 
-    torch up to 2.14 raises a ValueError here, and a RuntimeError from 2.15 on: code that catches
+    torch up to 2.13 raises a ValueError here, and a RuntimeError from 2.14 on: code that catches
     either goes on working.
     """
 
@@ -194,7 +194,7 @@ def _check_lengths(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
             "correct length by calling block_mask._adjust(q_len, kv_len). This essentially 'crops' "
             "the block mask to the upper left corner, which does not work for all mask_mods!"
         )
-    if torch.__version__ >= "2.15":  # whose words begin with what is wrong
+    if torch.__version__ >= "2.14":  # whose words begin with what is wrong
         raise BlockMaskLengthError(f"block_mask {fix} It has {sizes}.")
     raise BlockMaskLengthError(f"block_mask was created for {sizes}. As the block mask {fix}")
 

@@ -73,7 +73,8 @@ class Plan:
     _rows_as_shape: Tensor | None = field(init=False, repr=False)
     """`number_as_shape` of `rows`."""
     _varies: bool = field(init=False, repr=False)
-    """Whether a mask holds tensors, so that the next step's plan gives ranks other rows."""
+    """Whether the next step's plan will give ranks other rows: a mask holds tensors, or rows are
+    shared out unevenly."""
     graph_handle: Tensor = field(init=False, repr=False)
     """Stands for the plan inside compiled graphs; see `flexcp.graph_handles`."""
     memo: PlanMemo = field(init=False, repr=False)
@@ -94,7 +95,8 @@ class Plan:
             "_rows_as_shape": None
             if rank is None
             else number_as_shape(int(self.layout.counts[rank])),
-            "_varies": any(grid.mask.nbytes for grid in self.grids.values()),
+            "_varies": any(grid.mask.nbytes for grid in self.grids.values())
+            or bool((self.layout.counts != self.layout.counts[0]).any()),
             "graph_handle": numbered_handle(self),
             "memo": PlanMemo(),
         }

@@ -94,7 +94,7 @@ def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
             "a call of one of its parts",
             "call the model itself, or attach to the part",
         )
-    rows = sharding.plan.positions().shape[-1]
+    rows = sharding.plan.rows
     if q_length != rows:
         raise FlexCPError(
             f"the {rows} tokens of this rank, as cp.shard(batch) gives them",
