@@ -131,6 +131,13 @@ ARITHMETIC: dict[str, Callable[..., Tensor]] = {
     "masked by the function": lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf),
     "in place": lambda s, b, h, q, k: s.clone().mul_(2).add_(q, alpha=0.5),
     "activations": lambda s, b, h, q, k: F.silu(s) + torch.sigmoid(s) * F.relu(s - 0.1),
+    "bent lines": lambda s, b, h, q, k: (
+        F.leaky_relu(s, 0.2) + F.hardtanh(s, -3.0, 2.0) * 0.5 + F.elu(s, 0.7)
+        + torch.addcmul(s, s, q * 0.1, value=0.5) + torch.where(torch.isnan(s), 0.0, s)
+    ),
+    "smooth bends": lambda s, b, h, q, k: (
+        F.softplus(s) + F.softplus(s, 3.0, 2.0) + F.gelu(s) + F.gelu(s * 0.5, approximate="tanh")
+    ),
     "powers": lambda s, b, h, q, k: s**2 - s**3 / 9 + (s * s + 1) ** -0.5 + 1.5**s,
     "roots": lambda s, b, h, q, k: (s * s + 2).sqrt() + (s * s + 2).rsqrt().log() + s.abs(),
     "logarithms": lambda s, b, h, q, k: torch.log1p(s * s) + torch.log2(s.exp() + 1) + s.exp2(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from flexcp.kernels.triton.activations import ACTIVATIONS, activation_gradients
 from flexcp.kernels.triton.pointwise import SAME, ScoreStep, alpha_of, bounds_of, to_the
 
 OperandGradients = list[str | None]
@@ -43,6 +44,8 @@ def pulled_back(step: ScoreStep, y: str, g: str) -> OperandGradients:
     if step.name in _UNARY:
         factor = _UNARY[step.name].format(x=step.terms[0].as_float, y=y)
         return [_times(g, factor)]
+    if step.name in ACTIVATIONS:
+        return activation_gradients(step, g)
     if step.name in SAME:
         return [None if step.name == "detach" else g]
     if step.name == "_to_copy":

@@ -27,6 +27,7 @@ from torch import Tensor
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreLike, ScoreMod, examine
 from flexcp.kernels.score_graph import SCORE_INPUTS, ScoreGraph
+from flexcp.kernels.triton.activations import write_activation
 from flexcp.kernels.triton.derivatives import pulled_back
 from flexcp.kernels.triton.pointwise import ScoreStep, write
 from flexcp.kernels.triton.terms import (
@@ -239,7 +240,7 @@ class _Emitter:
         name = _OTHER_NAMES.get(node.name) or node.name.rstrip("_")  # x.add_(1) is x + 1
         self.steps[index] = ScoreStep(name, operands, options, node.dtype)
         self.refs[index] = [x.node if isinstance(x, Ref) else None for x in node.args]
-        self._define(index, write(self.steps[index]))
+        self._define(index, write_activation(self.steps[index]) or write(self.steps[index]))
 
     def _operand(self, value: Any) -> Any:
         if isinstance(value, Ref):
