@@ -115,3 +115,10 @@ def test_ranks_need_a_kernel_that_returns_partial_results() -> None:
     for kernel in ("flex", "reference"):
         with pytest.raises(FlexCPError, match="a kernel that returns partial results"):
             choose(x(), x(), partial=True, kernel=kernel)
+
+
+def test_values_of_half_the_head_dim_get_tiles_that_do_not_spill_on_sm_90() -> None:
+    narrow, wide = (tuning_for("sm_90", 192, dim, torch.bfloat16)[0] for dim in (128, 192))
+    assert str(narrow.forward) == "128x32 w8 s2 tma"
+    assert str(wide.forward) == "128x64 w8 s2 tma"
+    assert narrow.dq == wide.dq
