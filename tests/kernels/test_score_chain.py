@@ -52,9 +52,11 @@ def test_any_chain_of_steps_is_done_as_the_function_does_it(names: list[str], se
     assert chain is not None
     prepared = chain.prepared(torch.float64, 1.5)
     scores = torch.randn(2, 3, 5, 7, dtype=torch.float64, generator=torch.manual_seed(seed))
-    found = prepared.run(scores * prepared.factor, *_indices())
     expected = function(scores, *_indices()) * 1.5
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for consecutive in (False, True):
+        tile = scores * prepared.factor
+        found = prepared.run(tile, *_indices(), consecutive=consecutive)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_tangent_in_float32_is_off_by_a_few_times_the_last_digit_of_1() -> None:
@@ -79,3 +81,30 @@ def test_what_is_no_chain_is_left_to_the_function(name: str) -> None:
         "in place": in_place,
     }[name]
     assert examine(function, torch.float32, CPU).chain is None
+
+
+_BIASES = torch.randn(3, 400, dtype=torch.float64)
+_BY_DISTANCE = {
+    "the distance": lambda s, b, h, q, kv: s + (q - kv),
+    "ALiBi": lambda s, b, h, q, kv: s - _BIASES[h, 7] * (kv - q).abs(),
+    "a table": lambda s, b, h, q, kv: s + _BIASES[h, q - kv + 200],
+    "buckets": lambda s, b, h, q, kv: s + _BIASES[0, ((q - kv) // 16).clamp(0, 31)],
+    "a factor": lambda s, b, h, q, kv: s * torch.exp(-0.01 * (q - kv) * (b + 1)),
+    "partly": lambda s, b, h, q, kv: (
+        s + torch.where(q % 3 == kv % 3, _BIASES[h, q - kv + 200], 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _BY_DISTANCE)
+def test_what_depends_on_the_distance_is_computed_once_for_each(name):
+    function = _BY_DISTANCE[name]
+    chain = examine(function, torch.float64, torch.device("cpu")).chain
+    assert chain.relative
+    prepared = chain.prepared(torch.float64)
+    tile = torch.randn(2, 3, 5, 11, dtype=torch.float64)
+    b, h = torch.arange(2).view(2, 1, 1, 1), torch.arange(3).view(1, 3, 1, 1)
+    q, kv = torch.arange(40, 45)[:, None], torch.arange(17, 28)
+    wanted = function(tile, b, h, q, kv)
+    found = prepared.run(tile * prepared.factor, b, h, q, kv, consecutive=True)
+    torch.testing.assert_close(found, wanted)

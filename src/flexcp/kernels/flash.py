@@ -377,7 +377,9 @@ def _scoring(
         return Scoring(scale, None, dropout=dropout, base=base, small=small)
     device = tensors.q_NRLD.device
     positions = (compiled.positions("q", device), compiled.positions("kv", device))
-    return Scoring(scale, mod, *positions, dropout, base)
+    shapes = compiled.shapes
+    consecutive = shapes.q_positions is None and shapes.kv_positions is None
+    return Scoring(scale, mod, *positions, consecutive, dropout, base)
 
 
 def _by_kv_head(x: Tensor, heads: int) -> Tensor:

@@ -22,6 +22,8 @@ from flexcp.masks.graph import Ref
 _LOG2_E = math.log2(math.e)
 _SCORE = 0
 """The node of the score itself."""
+_Q, _KV = 3, 4
+"""The nodes of the query and the key."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class ScoreChain:
 
     graph: ScoreGraph
     steps: tuple[_Step, ...]
+    relative: frozenset[int] = frozenset()
+    """Nodes that depend on query and key by their distance alone: biases of relative positions."""
 
     def prepared(self, dtype: torch.dtype, number: float = 1.0) -> PreparedChain:
         """The steps for scores of a type, with factors moved to where they cost nothing.
@@ -94,7 +98,7 @@ class ScoreChain:
                 case _OtherStep():
                     steps.append(_OtherStep(step.node, step.score, factor))
                     factor = 1.0
-        return PreparedChain(self.graph, tuple(reversed(steps)), factor, fast_tanh)
+        return PreparedChain(self.graph, tuple(reversed(steps)), factor, fast_tanh, self.relative)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,25 +110,44 @@ class PreparedChain:
     factor: float
     """What the scores have to be multiplied with beforehand."""
     fast_tanh: bool
+    relative: frozenset[int] = frozenset()
 
     @torch.no_grad()
-    def run(self, tile: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def run(
+        self,
+        tile: Tensor,
+        b: Tensor,
+        h: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        consecutive: bool = False,
+    ) -> Tensor:
         """The modified scores, times a number, of a tile [N, R, T, U] of scores times `factor`.
 
         The indices broadcast to the tile, which is overwritten, and returned unless a step gave
-        another one.
+        another one. `consecutive` says that queries and keys [T, 1] and [U] count up by 1: what
+        depends on their distance alone is then computed once for each distance.
         """
         values = {1: b, 2: h, 3: q, 4: kv}
+        by_distance = _Distances(self, b, h, q, kv) if consecutive and self.relative else None
         for step in self.steps:
             match step:
                 case _BiasStep((), number):
                     tile.add_(number)
                 case _BiasStep(nodes, number):
-                    sides = [self._value(node, values).to(tile.dtype) for node in nodes]
+                    sides = [
+                        self._value(node, values).to(tile.dtype)
+                        if by_distance is None or node not in self.relative
+                        else by_distance.spread(node, tile.dtype)
+                        for node in nodes
+                    ]
                     if len(sides) == 1:
                         tile.add_(sides[0], alpha=number)
                     else:
                         tile.addcmul_(*sides, value=number)
+                case _GateStep(node) if by_distance is not None and node in self.relative:
+                    tile.mul_(by_distance.spread(node, self.graph.nodes[node].dtype))
                 case _GateStep(node):
                     tile.mul_(self._value(node, values))
                 case _TanhStep(number) if self.fast_tanh:
@@ -160,6 +183,45 @@ class PreparedChain:
         return value
 
 
+class _Distances:
+    """Values of nodes that depend on query and key by their distance alone, for a tile.
+
+    They are computed for each distance, of which there are T + U - 1, and then spread over the
+    tile: each row has the values of the row above, moved by one, which is a view and a copy.
+    """
+
+    def __init__(self, chain: PreparedChain, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> None:
+        self._chain, self._keys = chain, kv.shape[-1]
+        rows = q.shape[-2]
+        steps = torch.arange(rows + self._keys - 1, device=kv.device)
+        self._last_row_first = steps[:rows].flip(0)
+        # The distances from the last row to the first: q - kv falls along them.
+        self._values = {1: b, 2: h, 3: q[-1] - steps[None], 4: kv[0]}
+
+    def spread(self, node: int, dtype: torch.dtype) -> Tensor:
+        """A node's values in a type, for every pair of the tile, as far as they differ."""
+        value = self._chain._value(node, self._values).to(dtype)
+        by_row = value.unfold(-1, self._keys, 1).squeeze(-3)
+        return by_row.index_select(-2, self._last_row_first)  # contiguous, which `flip` is not
+
+
+def _relative_nodes(graph: ScoreGraph) -> frozenset[int]:
+    """Nodes that are made of q - kv, and of what reads neither q, nor kv, nor the score."""
+    found: set[int] = set()
+    for index in graph.needed():
+        node = graph.nodes[index]
+        if node.value is not None or not {"q", "kv"} <= node.reads or "score" in node.reads:
+            continue
+        is_distance = node.name == "sub" and not node.kwargs
+        is_distance &= node.args in ((Ref(_Q), Ref(_KV)), (Ref(_KV), Ref(_Q)))
+        of_distances = all(
+            o in found or not graph.nodes[o].reads & {"q", "kv"} for o in node.operands
+        )
+        if is_distance or of_distances:
+            found.add(index)
+    return frozenset(found)
+
+
 def chain_of(graph: ScoreGraph) -> ScoreChain | None:
     """The chain that a score function is, or None if it uses a score twice, or not at all.
 
@@ -179,7 +241,9 @@ def chain_of(graph: ScoreGraph) -> ScoreChain | None:
             return None
         steps += _steps(graph, users, at, after)
         at = after
-    return ScoreChain(graph, tuple(steps)) if users[at] == 0 else None
+    if users[at] != 0:
+        return None
+    return ScoreChain(graph, tuple(steps), _relative_nodes(graph))
 
 
 def _steps(graph: ScoreGraph, users: Counter[int], at: int, after: int) -> list[_Step]:

@@ -39,6 +39,8 @@ class Scoring:
     """int64 [Lq] Global positions, as the score function sees them."""
     kv_positions: Tensor | None = None
     """int64 [Lkv] Global positions of the keys."""
+    consecutive: bool = False
+    """Whether those of queries, and those of keys, count up by 1."""
     dropout: Dropout | None = None
     """Of the weights."""
     base: float = 2.0

@@ -163,8 +163,9 @@ def _change(
             b_N, h_NR = mod.numbered(*indices[:2])  # noqa: N806
             q_at, kv_at = indices[2:]
             found = chain.run(
-                tile, b_N[:, None, None, None], h_NR[:, :, None, None], q_at[:, None], kv_at
-            )
+                tile, b_N[:, None, None, None], h_NR[:, :, None, None], q_at[:, None], kv_at,
+                consecutive=scoring.consecutive,
+            )  # fmt: skip
             if found is not tile:
                 tile.copy_(found)
         _fill_forbidden(tile, piece)
