@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTED = (
     "flexcp", "flexcp.testing", "flexcp.tools.verify", "flexcp.tools.train", "flexcp.tools.report",
     "flexcp.integrations.transformers", "flexcp.integrations.diffusers",
+    "flexcp.integrations.torchtitan",
 )  # fmt: skip
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -57,6 +57,18 @@ PLANTED = {
         "module.forward": "a hook can't surround a forward pass; the caller asked for the module "
         "to be made parallel",
     },
+    "integrations/torchtitan/attention.py": {
+        "module.forward": "what torchtitan's own apply_cp_to_forward sets",
+    },
+    "integrations/torchtitan/enabled.py": {
+        "setattr(module, attribute, after)": "torchtitan has no registry for context parallelism; "
+        "the caller asked for it, and disable() takes it back",
+        "setattr(owner, name, new)": "its trainers refuse VarlenAttention; taken back by disable()",
+        "setattr(owner, name, before)": "what disable() does",
+        "delattr(owner, name)": "what disable() does",
+        "module._sharding_config": "says that keys are gathered, in a module that is being made "
+        "parallel",
+    },
     "integrations/transformers/attached.py": {
         "module.config": "a model's public attribute: models made from one configuration get one "
         "each",
