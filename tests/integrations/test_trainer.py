@@ -6,8 +6,9 @@ import os
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
+from accelerate import DistributedType, ParallelismConfig, PartialState
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from flexcp import FlexCPError
@@ -65,20 +66,26 @@ def accuracy(predicted):
     return {"accuracy": float(right.mean()), "samples": len(predicted.label_ids)}
 
 
-def run(folder, *, mesh=None, packed=False, count=11, evaluated=7, **changes):
+def run(folder, *, mesh=None, packed=False, count=11, evaluated=7, first=True, **changes):
     """Evaluates, trains for three steps, and evaluates again."""
-    model = make("qwen3")
+    model, args = make("qwen3"), arguments(folder, **changes)
+    if changes.get("fsdp"):
+        assert args.device.type == "cpu"
+        # Accelerate has FSDP on devices other than CPUs alone; it runs on gloo all the same.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     trainer = ShardedTrainer(
         model=model,
-        args=arguments(folder, **changes),
+        args=args,
         train_dataset=samples(count, packed=packed),
         eval_dataset=samples(evaluated, packed=packed),
         compute_metrics=accuracy,
         mesh=mesh,
     )
-    metrics = [trainer.evaluate()]
+    metrics = [trainer.evaluate()] if first else []
     trainer.train()
     metrics.append(trainer.evaluate())
+    sharded = any(isinstance(p, DTensor) for p in trainer.model.parameters())
+    assert sharded == bool(changes.get("fsdp"))
     logged = [log for log in trainer.state.log_history if "grad_norm" in log]
     return {
         "loss": [log["loss"] for log in logged],
@@ -87,8 +94,14 @@ def run(folder, *, mesh=None, packed=False, count=11, evaluated=7, **changes):
         "accuracy": [m["eval_accuracy"] for m in metrics],
         "samples": [m["eval_samples"] for m in metrics],
         "tokens": [trainer.state.num_input_tokens_seen],
-        "parameters": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
+        "parameters": torch.cat(
+            [whole(p).detach().reshape(-1) for p in trainer.model.parameters()]
+        ),
     }
+
+
+def whole(parameter):
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def assert_same(actual, expected):
@@ -109,15 +122,33 @@ def test_two_processes_train_and_evaluate_as_one(tmp_path, packed):
         assert_same(actual, expected)
 
 
-def test_groups_of_ranks_are_data_parallel(tmp_path):
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "fsdp_version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+        "activation_checkpointing": True,
+    },
+}
+CHECKPOINTS = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}
+
+
+@pytest.mark.parametrize("how", [CHECKPOINTS, FSDP2], ids=["ddp", "fsdp2"])
+def test_groups_of_ranks_are_data_parallel(tmp_path, how):
     common = {"count": 12, "evaluated": 8, "gradient_accumulation_steps": 1}
+    common["first"] = "fsdp" not in how  # Accelerate asks for an optimizer before
     twice = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
     expected = run(tmp_path, **common, **twice)
 
     def rank(mesh):
         launched(mesh.get_rank(), 4)
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        return run(tmp_path, mesh=both["cp"], **common)
+        return run(tmp_path, mesh=both["cp"], **common, **how)
 
     for actual in spawn(rank, 4):
         assert_same(actual, expected)

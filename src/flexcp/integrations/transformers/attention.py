@@ -144,6 +144,14 @@ def attend(
         [B, L, H, Dv], and None in place of attention weights.
     """
     layer = type(module).__name__
+    if attention_mask is None:
+        raise FlexCPError(
+            "layers that are given the masks that the model has asked for",
+            f"none in {layer}",
+            "if Accelerate was told a cp_size, which takes masks away to share out sequences "
+            "itself, leave it out of the ParallelismConfig; else run this model without context "
+            "parallelism",
+        )
     if not isinstance(attention_mask, LayerMask):
         raise FlexCPError(
             "layers that get their masks from Transformers' AttentionMaskInterface",
