@@ -1,8 +1,11 @@
 # One environment in .venv; every target sets it up first if it is missing or out of date.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+# The demo has flexcp alone in it; the other targets add what develops and tests it.
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+PACKAGE := $(VENV)/.package
+STAMP   := $(VENV)/.installed
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 # Some CPUs advertise bfloat16 matrix units that trap; this keeps oneDNN to what always works.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
@@ -11,14 +14,21 @@ export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcp needs Python 3.11 or newer")'
+$(PACKAGE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexcp needs Python 3.11 or newer")'
+	@echo "Installing flexcp and what it imports (torch, numpy, typer, rich) into $(VENV)/; nothing outside of it changes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
 
-demo: $(STAMP)
+$(STAMP): $(PACKAGE)
+	$(PIP) --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(PACKAGE)
+	@echo "In $(VENV)/, by name and version:"
+	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze | paste -sd ' ' - | fold -s -w 100
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
@@ -56,7 +66,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/models.py --out out/benchmarks
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(PIP) --quiet --editable '.[docs]'
 	touch $@
 
 site: $(VENV)/.docs
