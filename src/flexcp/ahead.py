@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flexcp.errors import FlexCPError, whole_number
+from flexcp.errors import FlexCPError, quote, require_function, told, whole_number
 from flexcp.ops.sharded import programs_of
 from flexcp.plan import Plan, Ranks
 
@@ -69,16 +69,28 @@ def plan_ahead(
     [[([3, 5], 4), ([8], 4)], [([3, 5], 4), ([8], 4)]]
     """
     ahead = whole_number("ahead", ahead, at_least=1, fix="pass ahead=1 or more")
-    processes = whole_number("processes", processes, at_least=0, fix="pass processes=0 or more")
+    processes = whole_number(
+        "processes", processes, at_least=0, at_most=1024, fix="pass processes=0 or more"
+    )
+    fix = "pass an iterable of batches, such as a DataLoader"
+    try:
+        source = iter(batches)
+    except Exception:  # of an object's own
+        raise FlexCPError("batches", told(batches), fix) from None
+    if isinstance(batches, str | bytes):
+        raise FlexCPError("batches", told(batches), fix)
+    for name, function in (("plan_of", plan_of), ("depends_on", depends_on)):
+        if function is not None or name == "plan_of":
+            require_function(f"{name}, a function of one argument", function, 1, "pass one")
     if processes:
         _require_picklable(plan_of)
     # Here and not in the thread: some meshes make a process group first, which ranks do together.
     ranks = None if mesh is None else Ranks.of(mesh).connected()
-    return _planned(batches, plan_of, ranks, ahead, processes, depends_on)
+    return _planned(source, plan_of, ranks, ahead, processes, depends_on)
 
 
 def _planned(
-    batches: Iterable[Batch],
+    source: Iterator[Batch],
     plan_of: Callable[[Any], Plan],
     ranks: Ranks | None,
     ahead: int,
@@ -87,7 +99,6 @@ def _planned(
 ) -> Generator[tuple[Batch, Plan], None, None]:
     waiting: deque[tuple[Batch, Future[Plan]]] = deque()
     failure: BaseException | None = None
-    source = iter(batches)
     with ExitStack() as stack:
         pool = None
         if processes:
@@ -131,7 +142,7 @@ def _ready(
     if not isinstance(plan, Plan):
         raise FlexCPError(
             "plan_of to return a plan",
-            f"{plan!r} of type {type(plan).__name__}",
+            told(plan),
             "return what flexcp.make_plan returns",
         )
     if ranks is not None:
@@ -157,7 +168,7 @@ def _require_picklable(plan_of: Callable[[Any], Plan]) -> None:
     except Exception as error:
         raise FlexCPError(
             "plan_of to be a function at the top level of a module, since processes call it",
-            f"{plan_of!r} ({error})",
+            f"{quote(plan_of)} ({error})",
             "move it to the top level, and make plans for a number of ranks there; or leave out "
             "processes",
         ) from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flexcp.errors import FlexCPError, require, whole_number
+from flexcp.errors import FlexCPError, check_flags, require, whole_number
 from flexcp.masks import ids_from_lengths
 from flexcp.ops.arguments import check_gradients, shape_text
 from flexcp.plan import Plan
@@ -57,6 +57,8 @@ def shard_batch(
     """
     require("batch", batch, Mapping, 'pass a dict, such as {"input_ids": ..., "labels": ...}')
     require("plan", plan, Plan, "pass what flexcp.make_plan returned")
+    check_flags(restart_positions=restart_positions, shift_labels=shift_labels)
+    ignore_index = _require_label(ignore_index)
     size = _batch_shape(batch, plan)
     if size is None:
         raise FlexCPError(
@@ -64,7 +66,9 @@ def shard_batch(
             ", ".join(f"{n} {shape_text(x)}" for n, x in batch.items()) or "an empty batch",
             "pass the whole batch, not a part of it, and make the plan for its length",
         )
-    ids = _document_ids(documents, size)
+    ids = None
+    if documents is not None:
+        ids = _expanded_ids(document_ids(documents, size[1]), size)
     full = {name: x for name, x in batch.items() if x is not None}
     if "position_ids" not in full:
         full["position_ids"] = _positions(ids if restart_positions else None, size)
@@ -121,8 +125,11 @@ def cross_entropy(
             "none",
             "pass ranks=, the size of the group that DDP or FSDP averages over",
         )
+    ignore_index = _require_label(ignore_index)
     for name, x in (("logits", logits), ("labels", labels)):
         require(name, x, Tensor, "pass what the model and shard_batch give")
+        if x.layout != torch.strided or x.is_nested:
+            raise FlexCPError(f"{name} as a dense tensor", f"{x.layout}", "call .to_dense()")
     if logits.dim() < 2 or not logits.is_floating_point() or labels.shape != logits.shape[:-1]:
         raise FlexCPError(
             "logits [..., vocabulary] of a floating-point type, and labels [...] for each",
@@ -134,15 +141,33 @@ def cross_entropy(
     fix = 'pass batch["num_scored"], the scored tokens of the whole batch'
     num_scored = whole_number("num_scored", num_scored, at_least=0, fix=fix)
     if ranks is not None:
-        ranks = whole_number("ranks", ranks, at_least=1, fix="pass how many are averaged over")
-    total = functional.cross_entropy(
-        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
-        labels.flatten(),
-        ignore_index=ignore_index,
-        reduction="sum",
-    )
+        fix = "pass how many are averaged over"
+        ranks = whole_number("ranks", ranks, at_least=1, at_most=1 << 20, fix=fix)
+    try:
+        total = functional.cross_entropy(
+            logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+            labels.flatten(),
+            ignore_index=ignore_index,
+            reduction="sum",
+        )
+    except IndexError as error:  # which a CPU looks for; a GPU's assertion ends the process
+        raise FlexCPError(
+            f"labels below the vocabulary's size {logits.shape[-1]}, or {ignore_index}",
+            str(error),
+            "pass token numbers, and ignore_index= if another label is not to be scored",
+        ) from None
     times = 1 if ranks is None or gradients == "summed" else ranks
     return total / max(num_scored, 1) * times
+
+
+def _require_label(ignore_index: object) -> int:
+    return whole_number(
+        "ignore_index",
+        ignore_index,
+        at_least=-(2**31),
+        at_most=2**31 - 1,
+        fix="pass the label of what is not scored",
+    )
 
 
 def _check_known(batch: Mapping[str, Any], size: tuple[int, int]) -> None:
@@ -176,20 +201,29 @@ def _device(batch: Mapping[str, Any]) -> torch.device:
     return next(x.device for x in batch.values() if isinstance(x, Tensor))
 
 
-def _document_ids(
-    documents: Tensor | Sequence[int] | Sequence[Sequence[int]] | None, size: tuple[int, int]
-) -> Tensor | None:
-    if documents is None:
-        return None
-    ids = documents
-    if not isinstance(ids, Tensor) or ids.shape[-1] != size[1]:
-        ids = ids_from_lengths(ids)
-    if ids.shape[-1] != size[1]:
+def document_ids(
+    documents: Tensor | Sequence[int] | Sequence[Sequence[int]], length: int
+) -> Tensor:
+    """Integers [S] or [B, S] The documents' ids as they are given, or from their lengths.
+
+    >>> document_ids([2, 1], 3)
+    tensor([0, 0, 1])
+    """
+    if isinstance(documents, Tensor) and documents.dim() in (1, 2) and not documents.is_nested:
+        is_whole = not documents.is_floating_point() and not documents.is_complex()
+        if documents.shape[-1] == length and is_whole and documents.dtype != torch.bool:
+            return documents
+    ids = ids_from_lengths(documents)
+    if ids.shape[-1] != length:
         raise FlexCPError(
-            f"documents that cover the {size[1]} tokens of the batch",
+            f"documents that cover the {length} tokens of the batch",
             f"{ids.shape[-1]} tokens",
             "pass one id per token, or lengths that add up to the sequence's length",
         )
+    return ids
+
+
+def _expanded_ids(ids: Tensor, size: tuple[int, int]) -> Tensor:
     if ids.dim() == 2 and ids.shape[0] not in (1, size[0]):
         raise FlexCPError(
             f"documents of {size[0]} batch elements, or of one for all",

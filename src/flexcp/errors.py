@@ -1,10 +1,14 @@
-"""The one error that flexcp raises, and checks of integers that users pass."""
+"""The one error that flexcp raises, and checks of what users pass."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 
@@ -41,6 +45,37 @@ def peer_error(expected: str, got: str, fix: str) -> FlexCPError:
     return error
 
 
+def quote(value: object) -> str:
+    """A value as an error shows it: its repr, or its type alone if that is long or not to be had.
+
+    >>> quote("ring"), quote(list(range(100)))
+    ("'ring'", 'something of type list')
+    """
+    if type(value) is str:
+        return repr(value if len(value) <= _LONG_TEXT else value[:_LONG_TEXT] + "…")
+    try:
+        text = repr(value)
+    except Exception:  # the value's own, whatever it raises
+        text = ""
+    return text if 0 < len(text) < _LONG else f"something of type {type(value).__name__}"
+
+
+_LONG = 100
+"""Characters of a repr that says more than a type does."""
+_LONG_TEXT = 200
+"""Characters of a text, such as the name of a file, that are shown."""
+
+
+def told(value: object) -> str:
+    """A value of a wrong type as an error shows it.
+
+    >>> told(3)
+    '3 of type int'
+    """
+    text, kind = quote(value), f" of type {type(value).__name__}"
+    return text if text.endswith(kind) else text + kind
+
+
 def whole_number(
     name: str, value: object, *, at_least: int, fix: str, at_most: int = 2**63 - 1
 ) -> int:
@@ -59,11 +94,15 @@ def whole_number(
         is_one = number is not None or isinstance(value, bool)
         raise FlexCPError(
             f"{name} to be an integer of at least {at_least}",
-            repr(value) if is_one else f"{value!r} of type {type(value).__name__}",
+            quote(value) if is_one else told(value),
             fix,
         )
     if number > at_most:
-        raise FlexCPError(f"{name} to be at most {at_most:,}", f"{number:,}", fix)
+        raise FlexCPError(
+            f"{name} to be at most {at_most:,}",
+            f"{number:,}" if number < 10**24 else "more than 10^24",
+            fix,
+        )
     return number
 
 
@@ -87,12 +126,116 @@ def require(name: str, value: object, kind: type[Any] | tuple[type[Any], ...], f
     """
     if not isinstance(value, kind):
         names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
-        told = repr(value)
+        raise FlexCPError(f"{name} to be a {' or a '.join(names)}", told(value), fix)
+
+
+def require_function(what: str, function: object, arguments: int, fix: str) -> None:
+    """Raises unless something can be called with so many arguments.
+
+    >>> require_function("plan_of, a function of a batch", len, 1, "pass one")
+    >>> require_function("plan_of, a function of a batch", lambda: 0, 1, "pass one")
+    Traceback (most recent call last):
+    ...
+    flexcp.errors.FlexCPError: expected plan_of, a function of a batch, got one that takes other
+    arguments: (); pass one
+    """
+    if not callable(function):
+        raise FlexCPError(what, told(function), fix)
+    try:
+        signature = inspect.signature(function)
+    except Exception:  # it has none that Python knows
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        got = f"one that takes other arguments: {signature}"
+        raise FlexCPError(what, got, fix) from None
+
+
+def check_flags(**flags: object) -> None:
+    """Raises unless each is True or False: of a tensor nobody could tell which."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            require(name, value, bool, "pass True or False")
+
+
+def finite_number(name: str, value: object, *, fix: str, least: float, most: float) -> float:
+    """The number within bounds, or an error that names it; neither NaN nor True is one.
+
+    >>> finite_number("seconds", 2, fix="pass seconds=0.2", least=0, most=60)
+    2.0
+    >>> finite_number("seconds", float("nan"), fix="pass seconds=0.2", least=0, most=60)
+    Traceback (most recent call last):
+    ...
+    flexcp.errors.FlexCPError: expected seconds to be a number from 0 to 60, got nan; pass
+    seconds=0.2
+    """
+    number = as_number(value)
+    if number is None or not least <= number <= most:
+        bounds = f"from {least:g} to {most:g}" if most < _NO_BOUND else f"of at least {least:g}"
         raise FlexCPError(
-            f"{name} to be a {' or a '.join(names)}",
-            f"{told if len(told) < 60 else 'something'} of type {type(value).__name__}",
+            f"{name} to be a number {bounds}",
+            quote(value) if isinstance(value, int | float) else told(value),
             fix,
         )
+    return number
+
+
+_NO_BOUND = 1e300
+
+
+def as_number(value: object) -> float | None:
+    """The finite number, of Python's, numpy's or a tensor of one; None if it is something else.
+
+    >>> as_number(2), as_number(True), as_number("2"), as_number(float("inf"))
+    (2.0, None, None, None)
+    """
+    kind = str(getattr(value, "dtype", ""))  # numpy's and torch's
+    if isinstance(value, bool | str | bytes) or "bool" in kind or "complex" in kind:
+        return None
+    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except Exception:  # of an object's own, whatever it raises
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file or a folder has that name, also if none can have it.
+
+    >>> is_there(Path("/")), is_there(Path("x" * 5000))
+    (True, False)
+    """
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[Path]:
+    """The path of a file to be written; what goes wrong with it is an error that names it.
+
+    >>> with writing("/nonexistent/plan.json") as path:
+    ...     path.write_text("")
+    Traceback (most recent call last):
+    ...
+    flexcp.errors.FlexCPError: expected a file that can be written at '/nonexistent/plan.json', got
+    No such file or directory; choose another place
+    """
+    require("path", path, (str, Path), "pass the name of a file")
+    try:
+        yield Path(path)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        if isinstance(error, FlexCPError):
+            raise
+        raise FlexCPError(
+            f"a file that can be written at {quote(str(path))}",
+            getattr(error, "strerror", None) or str(error)[:200],
+            "choose another place",
+        ) from None
 
 
 def as_whole(value: object) -> int | None:
@@ -103,9 +246,11 @@ def as_whole(value: object) -> int | None:
     """
     if isinstance(value, bool):
         return None
+    if str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool":  # a tensor's truth
+        return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 

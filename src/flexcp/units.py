@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMG]?)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMG]?)", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
     if found is None or not math.isfinite(size) or size != int(size):
         raise FlexCPError(
             "a whole number such as 4096, 128K or 1M",
-            repr(text),
+            quote(text),
             "K, M and G stand for 1,024, 1,024² and 1,024³",
         )
     return int(size)

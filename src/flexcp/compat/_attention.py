@@ -7,6 +7,7 @@ same mistakes. Gradients on CPU, which torch refuses, simply work.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch.nn.attention.flex_attention import (
     FlexKernelOptions,
 )
 
+from flexcp.errors import FlexCPError, check_flags, require
 from flexcp.kernels.score import ScoreFunction
 from flexcp.masks import Mask
 from flexcp.ops.api import flex_attention as _attention
 from flexcp.ops.api import is_kernel_option
-from flexcp.ops.arguments import overridable
+from flexcp.ops.arguments import FLOATS, overridable
 
 __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
 
@@ -74,6 +76,8 @@ def flex_attention(
     >>> q.grad.shape
     torch.Size([1, 2, 8, 4])
     """
+    _check_types(query, key, value, block_mask, kernel_options)
+    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     _check_tensors(query, key, value, enable_gqa)
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
@@ -112,6 +116,23 @@ def flex_attention(
         known or None,
         return_aux=return_aux,
     )
+
+
+def _check_types(
+    query: object, key: object, value: object, block_mask: object, kernel_options: object
+) -> None:
+    """Raises where torch would fail on the first attribute that it looks for."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require(name, x, Tensor, "pass a torch.Tensor")
+        if isinstance(x, Tensor) and x.dtype not in FLOATS:
+            raise FlexCPError(
+                f"{name} of a floating-point dtype", f"{x.dtype}", "convert it: .to(torch.float32)"
+            )
+    if block_mask is not None:
+        fix = "make one with create_block_mask; a mask_mod by itself is none"
+        require("block_mask", block_mask, BlockMask, fix)
+    if kernel_options is not None:
+        require("kernel_options", kernel_options, Mapping, "pass a dict of options")
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.compat._cp_options import _cp_options
 from flexcp.eager import run_eagerly_on_cpu
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require, whole_number
+from flexcp.grid.torch_block_mask import as_device
 from flexcp.layout import per_document_head_tail
 from flexcp.layout.rules import with_token_counts
 
@@ -28,6 +29,11 @@ def shard_sizes(seq_len: int, ranks: int) -> list[int]:
     """
     step = -(-seq_len // ranks)
     return [max(0, min(step, seq_len - rank * step)) for rank in range(ranks)]
+
+
+def _require_size(world_size: object) -> int:
+    fix = "pass the size of the mesh"
+    return whole_number("world_size", world_size, at_least=1, at_most=1 << 20, fix=fix)
 
 
 class _LoadBalancer(ABC):
@@ -52,9 +58,11 @@ class _HeadTailLoadBalancer(_LoadBalancer):
     """
 
     def __init__(self, seq_length: int, world_size: int, device: str | torch.device):
-        self.seq_length = seq_length
-        self.world_size = world_size
-        self.device = device
+        self.seq_length = whole_number(
+            "seq_length", seq_length, at_least=0, fix="pass the tokens of the sequence"
+        )
+        self.world_size = _require_size(world_size)
+        self.device = as_device(device)
 
     def _generate_indices(self, restore: bool = False) -> Tensor:
         """[1, S] The order, or the way back."""
@@ -90,9 +98,15 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
         world_size: int,
         device: str | torch.device,
     ):
+        fix = "pass a list of document lengths for each batch element"
+        require("seq_length_per_doc", seq_length_per_doc, (list, tuple), fix)
+        for lengths in seq_length_per_doc:
+            require("the lengths of each batch element", lengths, (list, tuple), fix)
+            for length in lengths:
+                whole_number("a document's length", length, at_least=0, fix=fix)
         self.seq_length_per_doc = seq_length_per_doc
-        self.world_size = world_size
-        self.device = device
+        self.world_size = _require_size(world_size)
+        self.device = as_device(device)
 
     def _generate_indices(self, restore: bool = False) -> Tensor:
         """[1, S], or [B, S] with documents for each batch element: the order, or the way back."""
@@ -120,8 +134,9 @@ class _PTRRLoadBalancer(_LoadBalancer):
     """
 
     def __init__(self, block_mask: BlockMask, world_size: int):
+        require("block_mask", block_mask, BlockMask, "make one with create_block_mask")
         self.block_mask = block_mask
-        self.world_size = world_size
+        self.world_size = _require_size(world_size)
 
     @staticmethod
     def ptrr_scheduling(process_time: Tensor, group_size: int) -> Tensor:

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from flexcp.errors import quote
+
 
 class _CausalBehavior(Enum):
     """What a step of a causal ring does with the keys that it holds."""
@@ -120,10 +122,11 @@ def set_rotate_method(rotate_method: str) -> None:
     <_RotateMethod.ALL_TO_ALL: 1>
     """
     methods = {"allgather": _RotateMethod.ALL_GATHER, "alltoall": _RotateMethod.ALL_TO_ALL}
-    if rotate_method not in methods:
+    if not isinstance(rotate_method, str) or rotate_method not in methods:
+        told = rotate_method if isinstance(rotate_method, str) else quote(rotate_method)
         raise NotImplementedError(
-            f"Context Parallel does not support using {rotate_method} for kv shards rotation; "
-            'pass "allgather" or "alltoall"'
+            f"Context Parallel does not support using {told} for kv shards "
+            'rotation; pass "allgather" or "alltoall"'
         )
     _cp_options.rotate_method = methods[rotate_method]
 

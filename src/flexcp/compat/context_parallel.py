@@ -50,7 +50,7 @@ from flexcp.compat._cp_sdpa import ShardedSDPA, patched_for_other_threads
 from flexcp.compat.flex_attention import create_block_mask
 from flexcp.compat.recomputation import kept_for_recomputation
 from flexcp.eager import run_eagerly_on_cpu
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require, whole_number
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod
 
@@ -110,6 +110,12 @@ def context_parallel(
     >>> spawn(rank, 2)
     [([0.0, 1.0, 6.0, 7.0], 8), ([2.0, 3.0, 4.0, 5.0], 8)]
     """
+    _require_lists(
+        [] if buffers is None else buffers, [] if buffer_seq_dims is None else buffer_seq_dims
+    )
+    fix = "pass a set of those buffers"
+    if no_restore_buffers is not None:
+        require("no_restore_buffers", no_restore_buffers, (set, frozenset, list, tuple), fix)
     buffers = [] if buffers is None else list(buffers)
     dims = [] if buffer_seq_dims is None else list(buffer_seq_dims)
     unrestored = {id(b) for b in (no_restore_buffers or ())}
@@ -158,6 +164,16 @@ def _sharded_attention(group: CPGroup, layouts: list[Layout]) -> Iterator[None]:
         group.open.pop()
 
 
+def _require_lists(buffers: object, dims: object) -> None:
+    """Raises unless there are lists, or dicts, of what can be sharded and of dimensions."""
+    for name, given in (("buffers", buffers), ("seq_dims", dims)):
+        require(name, given, (list, tuple, Mapping), "pass a list with an entry for each buffer")
+    assert isinstance(dims, list | tuple | Mapping)
+    for dim in dims.values() if isinstance(dims, Mapping) else dims:
+        fix = "pass the sequence dimension of each buffer"
+        whole_number("each of seq_dims", dim, at_least=-(2**31), fix=fix)
+
+
 def _require_buffers(buffers: list[Tensor], dims: list[int], unrestored: set[int]) -> None:
     if len(buffers) != len(dims):
         raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
@@ -166,6 +182,7 @@ def _require_buffers(buffers: list[Tensor], dims: list[int], unrestored: set[int
     if len({id(b) for b in buffers}) != len(buffers):
         raise FlexCPError("each buffer once", "one that comes twice", "list it once")
     for number, buffer in enumerate(buffers):
+        require(f"buffer {number}", buffer, Tensor, "pass tensors")
         if buffer.grad_fn is not None:
             raise FlexCPError(
                 "buffers without a gradient history, since they are sharded in place",
@@ -221,6 +238,7 @@ def _context_parallel_shard(
     A `_ContextParallel` that was made before and has been applied to no module is an error here:
     the model would take this rank's rows for the whole sequence.
     """
+    _require_lists(buffers, seq_dims)
     if len(buffers) != len(seq_dims):
         raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
     if isinstance(buffers, Mapping) and isinstance(seq_dims, Mapping):
@@ -336,8 +354,11 @@ def context_parallel_unshard(
             sharded, and other tensors as this mesh sharded a sequence of their length, or attended
             over one, last; or else as `context_parallel` would.
     """
+    _require_lists(buffers, seq_dims)
     if len(buffers) != len(seq_dims):
         raise ValueError("`seq_dims` must have the same number of elements as `buffers`.")
+    for number, buffer in enumerate(buffers):
+        require(f"buffer {number}", buffer, Tensor, "pass this rank's shards")
     group = group_of(mesh)
     whole = []
     given = None if load_balancer is None else load_balancer._generate_indices(restore=False)

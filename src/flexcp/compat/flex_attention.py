@@ -24,8 +24,10 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 
 from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 from flexcp.eager import run_eagerly_on_cpu
+from flexcp.errors import FlexCPError, check_flags, told, whole_number
 from flexcp.graph_handles import new_graph_handle
 from flexcp.grid import build_block_grid
+from flexcp.grid.torch_block_mask import as_device
 from flexcp.masks import Mask, MaskMod
 from flexcp.ops.mask_cache import GraphMadeMask
 from flexcp.torch_names import (
@@ -125,10 +127,18 @@ def create_block_mask(
             compute_dq_write_order=compute_dq_write_order, dq_kv_order=dq_kv_order,
         )  # fmt: skip
         return GraphMadeMask(**{name: getattr(found, name) for name in _FIELDS})
+    if not callable(mask_mod):
+        raise FlexCPError("a mask_mod", told(mask_mod), "pass a function of (b, h, q_idx, kv_idx)")
     if _takes_a_score(mask_mod):
         raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
     if not isinstance(dq_kv_order, bool):
         raise ValueError("dq_kv_order must be a bool when using create_block_mask")
+    check_flags(
+        _compile=_compile,
+        separate_full_blocks=separate_full_blocks,
+        compute_dq_write_order=compute_dq_write_order,
+    )
+    KV_LEN = whole_number("KV_LEN", KV_LEN, at_least=0, fix="pass a number of keys")
     if _compile:
         warnings.warn(
             "_compile does nothing here: flexcp's create_block_mask does not evaluate every pair",
@@ -163,7 +173,7 @@ def _from_grid(
         heads=1 if H is None else H,
     )
     return GraphBlockMask.of(
-        grid.to_block_mask(device=torch.device(device), separate_full_blocks=separate_full_blocks)
+        grid.to_block_mask(device=as_device(device), separate_full_blocks=separate_full_blocks)
     )
 
 

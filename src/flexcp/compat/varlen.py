@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, check_flags, require, whole_number
 from flexcp.ops.packed_masks import PackedLengths, Window
 from flexcp.ops.varlen import packed_attention
 from flexcp.plan import Plan
@@ -31,8 +31,8 @@ def varlen_attn(
     value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor | None,
-    max_q: int,  # noqa: ARG001
-    max_k: int,  # noqa: ARG001
+    max_q: int,
+    max_k: int,
     *,
     return_aux: AuxRequest | None = None,
     scale: float | None = None,
@@ -71,6 +71,11 @@ def varlen_attn(
     >>> torch.allclose(out[[0, 2]], v[[0, 2]])
     True
     """
+    _check_types(query, key, value, enable_gqa, cu_seq_q, cu_seq_k, max_q, max_k)
+    if return_aux is not None:
+        require("return_aux", return_aux, AuxRequest, "pass AuxRequest(lse=True)")
+    if plan is not None:
+        require("plan", plan, Plan, "pass what flexcp.make_plan returned")
     _check_heads(query, key, enable_gqa, paged=block_table is not None)
     _check_inference(query, key, value, seqused_k=seqused_k, block_table=block_table)
     if plan is not None and (seqused_k is not None or block_table is not None):
@@ -132,6 +137,26 @@ def varlen_attn_out(
             )
         out.copy_(found)
     return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def _check_types(
+    query: object, key: object, value: object, enable_gqa: object, cu_seq_q: object,
+    cu_seq_k: object, max_q: object, max_k: object,
+) -> None:  # fmt: skip
+    """Raises where torch would fail on the first attribute that it looks for."""
+    for name, x in (("query", query), ("key", key), ("value", value), ("cu_seq_q", cu_seq_q)):
+        require(name, x, Tensor, "pass a torch.Tensor")
+    if cu_seq_k is not None:
+        require("cu_seq_k", cu_seq_k, Tensor, "pass a torch.Tensor, or None with a block_table")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if isinstance(x, Tensor) and (x.is_nested or x.dim() < 3):
+            got = "a nested tensor" if x.is_nested else f"shape {tuple(x.shape)}"
+            raise FlexCPError(f"{name} of shape [tokens, heads, head dim]", got, "pack sequences")
+    if torch.compiler.is_compiling():
+        return  # where numbers may be symbols
+    check_flags(enable_gqa=enable_gqa)
+    for name, size in (("max_q", max_q), ("max_k", max_k)):
+        whole_number(name, size, at_least=0, fix="pass the length of the longest sequence")
 
 
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool, *, paged: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexcp.eager import run_eagerly_on_cpu
-from flexcp.errors import FlexCPError, whole_number
+from flexcp.errors import FlexCPError, quote, whole_number
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import Descent
 from flexcp.grid.analysis.measured import measure_mask
@@ -71,7 +71,7 @@ def _require_block_size(block_size: object) -> tuple[int, int]:
     fix = "pass block_size=128 or block_size=(128, 64)"
     if len(pair) != 2:
         raise FlexCPError(
-            "block_size as an integer or a pair of integers (queries, keys)", repr(block_size), fix
+            "block_size as an integer or a pair of integers (queries, keys)", quote(block_size), fix
         )
     q, kv = (whole_number("block_size", x, at_least=1, at_most=_MOST_TOKENS, fix=fix) for x in pair)
     return q, kv

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexcp.caches import Derived
 from flexcp.eager import run_eagerly_on_cpu
-from flexcp.errors import FlexCPError, as_whole
+from flexcp.errors import FlexCPError, as_whole, quote
 from flexcp.graph_handles import new_graph_handle
 from flexcp.grid.analysis.area import partial_areas
 from flexcp.grid.analysis.axis import Axis
@@ -284,7 +284,7 @@ def _require_inside(name: str, value: int, size: int) -> None:
     if number is None or not 0 <= number < size:
         raise FlexCPError(
             f"{name} between 0 and {size - 1}",
-            repr(value),
+            quote(value),
             "see grid.shape, grid.batch, grid.heads",
         )
 
@@ -292,10 +292,11 @@ def _require_inside(name: str, value: int, size: int) -> None:
 def _require_range(name: str, given: range | None, size: int) -> range:
     if given is None:
         return range(size)
-    if given.step != 1 or not 0 <= given.start < given.stop <= size:
+    is_range = isinstance(given, range)
+    if not is_range or given.step != 1 or not 0 <= given.start < given.stop <= size:
         raise FlexCPError(
             f"{name} as a range of tiles within range(0, {size})",
-            repr(given),
+            quote(given),
             "pass a range of at least one tile with step 1",
         )
     return given

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.eager import run_eagerly_on_cpu
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, as_whole, check_flags, quote
 from flexcp.grid.grid import BlockGrid
 from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
@@ -26,6 +26,8 @@ def to_block_mask(
     torch counts the padding of a last, shorter tile as forbidden, so a full one is partial there.
     torch's format lists every tile: it needs memory for rows x columns, where a grid does not.
     """
+    check_flags(separate_full_blocks=separate_full_blocks)
+    device = as_device(device)
     planes = [_as_torch_sees_it(grid, runs) for runs in grid.runs]
     partial = _lists(planes, BlockKind.PARTIAL, separate_full_blocks, grid.planes.of, device)
     full: tuple[Tensor | None, ...] = (None, None, None, None)
@@ -106,7 +108,7 @@ def _lists(
     kind: BlockKind,
     only: bool,
     of: Tensor,
-    device: torch.device | str,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Counts and indices of tiles by row, then by column, for all batch elements and heads."""
     chosen = [dense == kind if only else dense > 0 for dense in planes]
@@ -117,11 +119,30 @@ def _lists(
     )
     try:
         a, b, c, d = (x.to(device) for x in found)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FlexCPError(
-            "a device that torch has", repr(device), 'pass device="cpu" or "cuda"'
-        ) from error
+    except RuntimeError as error:
+        raise _no_device(device) from error
     return a, b, c, d
+
+
+def as_device(device: object) -> torch.device:
+    """The device by that name or number, or an error.
+
+    >>> as_device("cpu")
+    device(type='cpu')
+    """
+    if isinstance(device, torch.device):
+        return device
+    try:
+        known = device if isinstance(device, str) else as_whole(device)
+        if known is not None:
+            return torch.device(known)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_device(device) from error
+    raise _no_device(device)
+
+
+def _no_device(device: object) -> FlexCPError:
+    return FlexCPError("a device that torch has", quote(device), 'pass device="cpu" or "cuda"')
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator  # type: ignore[import-untyped]
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require
 from flexcp.plan import Ranks
 
 
@@ -26,6 +26,7 @@ def share_batches(accelerator: Accelerator, mesh: Any) -> None:
     >>> simulate(lambda mesh: share_batches(Accelerator(cpu=True), mesh), 1)
     [None]
     """
+    require("accelerator", accelerator, Accelerator, "pass the Accelerator of the loop")
     check_parallelism(getattr(accelerator, "parallelism_config", None))
     size = Ranks.of(mesh).size
     _require_neighbours(mesh, accelerator.process_index, size)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flexcp.compat.intercept import Interception, in_force
 from flexcp.compat.recomputation import begin_keeping, end_keeping, kept_for_recomputation
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require, whole_number
 from flexcp.integrations._calls import ComparedMasks, PlannedAttention
 from flexcp.integrations._torch_flex import refusing_by_name
 from flexcp.plan import Plan
@@ -65,8 +65,12 @@ class ContextParallel(ParallelStyle):
         self, plan: Plan | None = None, *, mask: str | None = None, first_head: int = 0
     ) -> None:
         super().__init__()
+        if mask is not None:
+            require("mask", mask, str, "pass the name of one of the plan's masks")
         self.mask = mask
-        self.first_head = first_head
+        self.first_head = whole_number(
+            "first_head", first_head, at_least=0, fix="pass which query head is the module's first"
+        )
         self._step = _Step()
         self._mark = StyleMark("ContextParallel()" if mask is None else f"ContextParallel({mask=})")
         self._step.marks.append(self._mark)
@@ -86,6 +90,7 @@ class ContextParallel(ParallelStyle):
         >>> cp = ContextParallel()
         >>> layers = {"layers.0.attn": cp.with_mask("full"), "layers.1.attn": cp.with_mask("local")}
         """
+        require("mask", mask, str, "pass the name of one of the plans' masks")
         first_head = self.first_head if first_head is None else first_head
         other = ContextParallel(mask=mask, first_head=first_head)
         other._step = self._step

@@ -56,6 +56,8 @@ def parallelize(
         require("mesh", mesh, (DeviceMesh, SimulatedMesh), fix)
     require("styles", styles, (Mapping, ParallelStyle), "pass {pattern: style}")
     if isinstance(styles, Mapping):
+        if not styles:
+            raise FlexCPError("a style at least", "an empty dict", "pass {pattern: style}")
         for pattern, style in styles.items():
             require("a pattern", pattern, str, "pass {pattern: style}")
             require("a style", style, ParallelStyle, "pass {pattern: style}")
@@ -63,7 +65,12 @@ def parallelize(
         if missing:
             raise _no_match(model, missing)
         styles = dict(styles)
-    parallelize_module(model, mesh, styles)
+    try:
+        parallelize_module(model, mesh, styles)
+    except RuntimeError as error:
+        if mesh is not None:
+            raise
+        raise FlexCPError("a mesh, or one that is active", str(error), "pass the mesh") from None
     return model
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError, require
+from flexcp.errors import FlexCPError, finite_number, quote, require
 from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.fused import FUSED_OPS, FusedOp
 from flexcp.kernels.interface import Kernel
@@ -101,12 +101,16 @@ def choose(
             measured which kernel is the fastest for which kind.
     """
     for name, x in (("q", q), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
             raise FlexCPError(
                 f"{name} as a tensor [batch, heads, length, head dim]",
-                f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
+                f"shape {tuple(x.shape)}"
+                if isinstance(x, Tensor) and not x.is_nested
+                else type(x).__name__,
                 "pass the tensors of the call",
             )
+        if not x.is_floating_point():
+            raise FlexCPError(f"{name} of a floating-point type", f"{x.dtype}", "convert it")
     if kernel is not None:
         require("kernel", kernel, str, f"pass one of {', '.join(map(repr, KERNELS))}")
     order = None
@@ -132,7 +136,7 @@ def choose(
     kernel, wishes = (None, "") if kernel is None else _name_and_wishes(kernel)
     if kernel is not None and kernel not in KERNELS:
         raise FlexCPError(
-            f"kernel to be one of {', '.join(map(repr, KERNELS))}", repr(kernel), "or leave it out"
+            f"kernel to be one of {', '.join(map(repr, KERNELS))}", quote(kernel), "or leave it out"
         )
     if partial and kernel in ("flex", "reference"):
         raise FlexCPError(
@@ -215,9 +219,10 @@ def explain(
     function: Any = score_mod
     require("max_scores", max_scores, bool, "pass True or False")
     require("is_one_rectangle", is_one_rectangle, bool, "pass True or False")
-    if mask_kind is not None and mask_kind not in KINDS:
+    p = finite_number("dropout_p", dropout_p, fix="pass that of the call", least=0, most=1)
+    if mask_kind is not None and not (isinstance(mask_kind, str) and mask_kind in KINDS):
         raise FlexCPError(
-            f"mask_kind to be one of {', '.join(map(repr, KINDS))}", repr(mask_kind), "name one"
+            f"mask_kind to be one of {', '.join(map(repr, KINDS))}", quote(mask_kind), "name one"
         )
     choice = choose(
         q,
@@ -226,7 +231,7 @@ def explain(
         max_scores=max_scores,
         is_one_rectangle=is_one_rectangle,
         kernel=kernel,
-        dropout=dropout_p > 0,
+        dropout=p > 0,
         mask_kind=None if mask_kind is None else lambda: mask_kind,
     )
     ignored = "" if kernel is not None else preferences_for(q.device).ignored

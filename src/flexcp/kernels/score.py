@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote, told
 from flexcp.kernels.chained_lookups import joined_lookups
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score_chain import ScoreChain, chain_of
@@ -126,11 +126,13 @@ def check_score_mod(score_mod: object) -> None:
     expected = "score_mod to be a function of (score, b, h, q_idx, kv_idx)"
     fix = "a mask is passed as block_mask, or is part of the plan"
     if not callable(score_mod) or isinstance(score_mod, type):
-        raise FlexCPError(expected, f"{score_mod!r} of type {type(score_mod).__name__}", fix)
+        raise FlexCPError(expected, told(score_mod), fix)
     try:
         inspect.signature(score_mod).bind(*range(5))
     except TypeError:
-        raise FlexCPError(expected, f"{score_mod!r}, which takes other arguments", fix) from None
+        raise FlexCPError(
+            expected, f"{quote(score_mod)}, which takes other arguments", fix
+        ) from None
     except ValueError:
         pass  # it has no signature that Python knows
 
@@ -147,7 +149,7 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
     if not callable(function):
         raise FlexCPError(
             "score_mod to be a function of (score, b, h, q_idx, kv_idx)",
-            f"{function!r} of type {type(function).__name__}",
+            told(function),
             "pass a function, or None",
         )
     on_tiles, unlike, called = False, None, function
@@ -166,11 +168,20 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
         unlike = unlike or watcher.unlike
     if not on_tiles:
         watcher = _Watcher()
-        result = watcher.watch(_mapped(function), _inputs(dtype, device, dims=0))
+        try:
+            result = watcher.watch(_mapped(function), _inputs(dtype, device, dims=0))
+        except FlexCPError:
+            raise
+        except Exception as error:
+            raise FlexCPError(
+                "score_mod to be a function of (score, b, h, q_idx, kv_idx)",
+                f"{type(error).__name__} from {describe(function)}: {str(error)[:200]}",
+                "call it on tensors without dimensions to see where it comes from",
+            ) from error
     if not isinstance(result, Tensor):
         raise FlexCPError(
             "score_mod to return a tensor",
-            f"{result!r} of type {type(result).__name__} from {describe(function)}",
+            f"{told(result)} from {describe(function)}",
             "return the modified score",
         )
     if result.dtype != dtype:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError, as_whole, require, whole_number
+from flexcp.errors import FlexCPError, as_whole, quote, require, whole_number
 from flexcp.layout.row_sets import RowSets, expand, row_sets
 from flexcp.packing import reduce_packed
 
@@ -68,10 +68,10 @@ class Layout:
         try:
             table = [(r, a, b) for r, own in enumerate(runs) for a, b in own if a != b]
             rank, start, stop = torch.tensor(table, dtype=torch.int64).reshape(-1, 3).unbind(1)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+        except Exception:  # torch's own, or of an object's own
             raise FlexCPError(
                 "runs as a list of (start, stop) pairs of integers for each rank",
-                type(runs).__name__ if not isinstance(runs, Sequence) else repr(runs)[:80],
+                quote(runs),
                 "pass, for two ranks, [[(0, 4)], [(4, 8)]]",
             ) from None
         if seq_len is not None:
@@ -82,6 +82,7 @@ class Layout:
     @classmethod
     def of_positions(cls, positions: Sequence[Tensor], *, name: str = "custom") -> Layout:
         """From int64 [L] positions for each rank, or [B, L] where batch elements differ."""
+        _require_integers("positions", positions, dims=(1, 2))
         batch_elements = max((p.shape[0] for p in positions if p.dim() == 2), default=1)
         rows = [
             _flat_rows(p, batch_elements, sum(q.shape[-1] for q in positions)) for p in positions
@@ -98,6 +99,12 @@ class Layout:
         cls, rows: Sequence[Tensor], *, seq_len: int, batch_elements: int = 1, name: str = "custom"
     ) -> Layout:
         """From int64 [batch_elements * L] rows for each rank, element after element."""
+        _require_integers("rows", rows, dims=(1,))
+        fix = "pass the sizes of the whole sequence and batch"
+        seq_len = whole_number("seq_len", seq_len, at_least=0, at_most=2**40, fix=fix)
+        batch_elements = whole_number(
+            "batch_elements", batch_elements, at_least=1, at_most=2**20, fix=fix
+        )
         row = torch.cat([*rows, torch.zeros(0, dtype=torch.int64)])
         owner = torch.repeat_interleave(
             torch.arange(len(rows)), torch.tensor([r.numel() for r in rows], dtype=torch.int64)
@@ -123,6 +130,9 @@ class Layout:
         tensor([[0, 1],
                 [2, 3]])
         """
+        require("layouts", layouts, (list, tuple), "pass a list of layouts")
+        for layout in layouts:
+            require("each of them", layout, Layout, "make it with Layout.of_runs, or a plan")
         if not layouts:
             raise FlexCPError("a layout for each batch element", "none", "pass at least one layout")
         first = layouts[0]
@@ -141,7 +151,7 @@ class Layout:
         start = torch.cat([x.start + o for x, o in zip(layouts, offsets, strict=True)])
         stop = torch.cat([x.stop + o for x, o in zip(layouts, offsets, strict=True)])
         return cls(
-            name or first.name,
+            first.name if name is None else name,
             first.seq_len,
             first.ranks,
             len(layouts),
@@ -184,7 +194,7 @@ class Layout:
         known = as_whole(rank)
         if known is None or not 0 <= known < self.ranks:
             raise FlexCPError(
-                f"a rank between 0 and {self.ranks - 1}", str(rank), "see layout.ranks"
+                f"a rank between 0 and {self.ranks - 1}", quote(rank), "see layout.ranks"
             )
         at = self.rank == rank
         start, stop = self.start[at], self.stop[at]
@@ -214,6 +224,8 @@ class Layout:
     def unshard(self, parts: Sequence[Tensor], dim: int, *, batch_dim: int = 0) -> Tensor:
         """The full tensor from the parts of all ranks, in order of rank; differentiable."""
         self._require_parts(parts, dim)
+        most = parts[0].dim()
+        whole_number("batch_dim", batch_dim, at_least=-most, at_most=most - 1, fix=_BATCH)
         whole = torch.cat(list(parts), dim=dim)
         dim = dim % whole.dim()
         if self.batch_elements == 1:
@@ -229,6 +241,7 @@ class Layout:
     """Another name of `unshard`."""
 
     def _require_parts(self, parts: Sequence[Tensor], dim: int) -> None:
+        require("parts", parts, (list, tuple), "pass a list of the ranks' tensors")
         if len(parts) != self.ranks:
             raise FlexCPError(
                 f"the parts of all {self.ranks} ranks",
@@ -296,11 +309,27 @@ def _by_element(x: Tensor, dim: int, index: Tensor, batch_dim: int) -> Tensor:
     return moved[element, index].movedim((0, 1), (batch_dim, dim))
 
 
+def _require_integers(what: str, given: object, *, dims: tuple[int, ...]) -> None:
+    """Raises unless there is a tensor of integers for each rank."""
+    fix = f"pass a list with a tensor of integers for each rank, {what} of its tokens"
+    require(what, given, (list, tuple), fix)
+    assert isinstance(given, list | tuple)
+    for x in given:
+        require(f"{what} of each rank", x, Tensor, fix)
+        is_dense = not x.is_nested and x.dim() in dims
+        if not is_dense or x.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+            told = "a nested tensor" if x.is_nested else f"{x.dtype} of shape {tuple(x.shape)}"
+            raise FlexCPError(f"{what} as integers of {dims[-1]} dimensions at most", told, fix)
+
+
+_NAME = "pass what to call the layout"
 _BATCH = "pass batch_dim, the dimension of the batch, if it is not the first"
 
 
 def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
     require("what is sharded", x, Tensor, "pass a tensor with a dimension of tokens")
+    if x.is_nested:
+        raise FlexCPError("a dense tensor", "a nested tensor", "pad it, or pack it as documents")
     dim = whole_number("dim", dim, at_least=-x.dim(), fix="pass the dimension of the sequence")
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
         raise FlexCPError(
@@ -312,6 +341,7 @@ def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
 
 
 def _require_partition(layout: Layout) -> None:
+    require("name", layout.name, str, _NAME)
     if layout.ranks < 1 or layout.batch_elements < 1:
         raise FlexCPError(
             "a layout for at least 1 rank, with at least 1 batch element",

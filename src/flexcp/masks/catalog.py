@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexcp.eager import tensors_to_keep
-from flexcp.errors import FlexCPError, whole_number
+from flexcp.errors import FlexCPError, told, whole_number
 from flexcp.masks.mask import Mask, made_by
 
 
@@ -67,7 +67,9 @@ def prefix_lm(length: int | Tensor) -> Mask:
     Mask(prefix_lm([2 lengths]))
     """
     if isinstance(length, Tensor):
-        lengths = _own_copy(_require_integers("prefix lengths", length, dims=(1,)))
+        lengths = _own_copy(
+            _require_integers("prefix lengths", length, dims=(1,), may_be_meta=True)
+        )
 
         def per_element(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return (q_idx >= kv_idx) | (kv_idx < lengths[b])
@@ -129,7 +131,9 @@ def document(
         known = ids_from_lengths(lengths)
     else:
         fix = "pass one integer per token, [S] or [B, S]"
-        known = _own_copy(_require_integers("document ids", ids, dims=(1, 2), fix=fix))
+        known = _own_copy(
+            _require_integers("document ids", ids, dims=(1, 2), fix=fix, may_be_meta=True)
+        )
 
     if known.dim() == 1:
 
@@ -224,7 +228,8 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
 
 def _ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
     if isinstance(lengths, (list, tuple)) and lengths and isinstance(lengths[0], (list, tuple)):
-        rows = [_ids_from_lengths(row) for row in lengths]
+        each = [_require_integers("document lengths", row, dims=(1,)) for row in lengths]
+        rows = [_ids_from_lengths(row) for row in each]
         sizes = {row.numel() for row in rows}
         if len(sizes) > 1:
             raise FlexCPError(
@@ -244,7 +249,18 @@ def _ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor)
             str(counts.tolist()) if counts.numel() < 20 else f"{int(counts.min())} among them",
             "pass the number of tokens of each document",
         )
+    total = sum(counts.tolist())  # of Python's integers, which don't overflow
+    if total > MOST_TOKENS_OF_DOCUMENTS:
+        raise FlexCPError(
+            f"at most {MOST_TOKENS_OF_DOCUMENTS:,} tokens of documents",
+            f"{total:,}",
+            "pass the lengths of one sequence's documents",
+        )
     return torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+
+
+MOST_TOKENS_OF_DOCUMENTS = 1 << 28
+"""A mask of documents has a number of 8 bytes for each token."""
 
 
 def _lengths_from_cu_seqlens(cu_seqlens: Sequence[int] | Tensor) -> Tensor:
@@ -272,16 +288,23 @@ def _require_count(name: str, value: object, *, minimum: int) -> int:
 
 
 def _require_integers(
-    what: str, given: object, *, dims: tuple[int, ...], fix: str = "pass integers"
+    what: str,
+    given: object,
+    *,
+    dims: tuple[int, ...],
+    fix: str = "pass integers",
+    may_be_meta: bool = False,
 ) -> Tensor:
     """The numbers as a tensor; those that were in no tensor are on the CPU."""
     shapes = " or ".join(f"{d}-D" for d in dims)
     try:
         tensor = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
+        if tensor.is_nested or (tensor.is_meta and not may_be_meta):
+            raise TypeError
+    except Exception:  # torch's own, or of an object's own
         raise FlexCPError(
             f"{what} as a {shapes} tensor of integers",
-            f"{given!r} of type {type(given).__name__}",
+            told(given),
             fix,
         ) from None
     integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

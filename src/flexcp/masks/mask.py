@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexcp.caches import Derived
-from flexcp.errors import FlexCPError, require
+from flexcp.errors import FlexCPError, require, told, whole_number
 from flexcp.graph_handles import new_graph_handle
 from flexcp.masks.recipe import (
     Recipe,
@@ -71,7 +71,7 @@ class Mask:
         if not callable(self.mask_mod):
             raise FlexCPError(
                 "a mask_mod: a function of (b, h, q_idx, kv_idx)",
-                f"{self.mask_mod!r} of type {type(self.mask_mod).__name__}",
+                told(self.mask_mod),
                 "pass a function, or a mask from flexcp.masks",
             )
         require("name", self.name, str, "pass a word for tables and messages")
@@ -180,6 +180,9 @@ class Mask:
 
     def shifted(self, q_start: int, kv_start: int) -> Mask:
         """The mask for rows and columns counted from `q_start` and `kv_start`."""
+        fix = "pass positions of the sequence"
+        q_start = whole_number("q_start", q_start, at_least=-(2**62), fix=fix, at_most=2**62)
+        kv_start = whole_number("kv_start", kv_start, at_least=-(2**62), fix=fix, at_most=2**62)
         return self if q_start == 0 and kv_start == 0 else shift(self, q_start, kv_start)
 
 
@@ -190,7 +193,7 @@ def as_mask(mask: Mask | MaskMod) -> Mask:
     if not callable(mask):
         raise FlexCPError(
             "a mask: a flexcp Mask or a function of (b, h, q_idx, kv_idx)",
-            f"{mask!r} of type {type(mask).__name__}",
+            told(mask),
             "wrap a function in flexcp.Mask, or take one from flexcp.masks",
         )
     return Mask(mask, getattr(mask, "__qualname__", "") and describe(mask).split(" (")[0])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexcp import torch_names
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote, told
 from flexcp.masks.graph import INPUTS, MaskGraph, Node, Ref, frozen, op_name, reads_of
 from flexcp.torch_names import OpOverload, TorchDispatchMode
 
@@ -296,7 +296,7 @@ def _finish(mask_mod: MaskMod, recorder: _Recorder, result: object) -> MaskGraph
     if not isinstance(result, Tensor):
         raise FlexCPError(
             "a mask_mod that returns a bool tensor",
-            f"{result!r} of type {type(result).__name__} from {describe(mask_mod)}",
+            f"{told(result)} from {describe(mask_mod)}",
             "return a comparison of the indices, or use flexcp.masks.full()",
         )
     if result.dtype != torch.bool:
@@ -321,7 +321,7 @@ def _check_arity(mask_mod: object) -> None:
     if not callable(mask_mod):
         raise FlexCPError(
             "a mask_mod: a function of (b, h, q_idx, kv_idx)",
-            f"{mask_mod!r} of type {type(mask_mod).__name__}",
+            told(mask_mod),
             "pass a function, or a mask from flexcp.masks",
         )
     try:
@@ -342,7 +342,7 @@ def _check_arity(mask_mod: object) -> None:
 
 def describe(function: object) -> str:
     """A function's name and where it was written, for error messages."""
-    name = getattr(function, "__qualname__", None) or repr(function)
+    name = getattr(function, "__qualname__", None) or quote(function)
     code = getattr(function, "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from flexcp.errors import FlexCPError, require
+from flexcp.errors import FlexCPError, check_flags, quote, require
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.score import ScoreFunction, check_score_mod
 from flexcp.ops.arguments import (
@@ -18,7 +18,6 @@ from flexcp.ops.arguments import (
     as_dropout_seed,
     as_scale,
     autocast,
-    check_flags,
     check_sinks,
     check_tensors,
     needs_gradients,
@@ -118,7 +117,7 @@ def flex_attention(
     elif kernel in ("flex", "reference"):
         raise FlexCPError(
             "a kernel that can be part of a compiled graph",
-            repr(kernel),
+            quote(kernel),
             "leave it out inside torch.compile, or call it outside",
         )
     elif isinstance(block_mask, GraphMadeMask):
@@ -223,6 +222,8 @@ def attention_of_heads(
             q, k, v = _checked(q, k, v, sinks)
             if score_mod is not None:
                 check_score_mod(score_mod)
+            if mask is not None:
+                require("mask", mask, str, "pass the name of one of the plan's masks")
             if kernel is not None:
                 require("kernel", kernel, str, "pass a name of flexcp.kernels.KERNELS")
             p, given = as_dropout_p(dropout_p), as_dropout_seed(dropout_seed)
@@ -245,7 +246,7 @@ def attention_of_heads(
     if kernel is not None:
         raise FlexCPError(
             "no kernel by name with a score_mod inside torch.compile, which compiles its own",
-            repr(kernel),
+            quote(kernel),
             "leave it out, or call attention outside",
         )
     return traced_sharded_attention(
@@ -283,7 +284,9 @@ def is_kernel_option(name: str) -> bool:
     >>> is_kernel_option("fwd_num_warps"), is_kernel_option("speed")
     (True, False)
     """
-    return name == "kernel" or name.removeprefix("fwd_").removeprefix("bwd_") in _GPU_OPTIONS
+    return isinstance(name, str) and (
+        name == "kernel" or name.removeprefix("fwd_").removeprefix("bwd_") in _GPU_OPTIONS
+    )
 
 
 def _kernel_asked_for(given: Mapping[str, Any] | None) -> tuple[str | None, Mapping[str, Any]]:
@@ -296,7 +299,7 @@ def _kernel_asked_for(given: Mapping[str, Any] | None) -> tuple[str | None, Mapp
         if not is_kernel_option(name):
             raise FlexCPError(
                 "kernel_options to have the key 'kernel' or options of torch's FlexKernelOptions",
-                repr(name),
+                quote(name),
                 "leave it out",
             )
     return kernel, options

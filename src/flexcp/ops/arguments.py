@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flexcp.errors import FlexCPError, require
+from flexcp.errors import FlexCPError, as_number, as_whole, quote, require, told
 from flexcp.torch_names import function_mode_is_on
 
 P = ParamSpec("P")
@@ -83,15 +82,11 @@ def as_scale(scale: float | Tensor | None) -> float | None:
         )
     if scale is None:
         return None
-    try:
-        factor = float(scale)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        factor = math.nan
-    fits = factor == 0 or _SMALLEST_SCALE < abs(factor) < _LARGEST_SCALE
-    if isinstance(scale, str | bytes | bool) or not fits:
+    factor = as_number(scale)
+    if factor is None or not (factor == 0 or _SMALLEST_SCALE < abs(factor) < _LARGEST_SCALE):
         raise FlexCPError(
             "scale to be a finite number that float32 can hold",
-            f"{scale!r} of type {type(scale).__name__}",
+            told(scale),
             "leave it out for 1 / sqrt(head dim), or pass a number",
         )
     return factor
@@ -101,13 +96,6 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 """What kernels multiply it with in float32 leaves neither 0 nor infinity."""
 
 
-def check_flags(**flags: object) -> None:
-    """Raises unless each is True or False: of a tensor nobody could tell which."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            require(name, value, bool, "pass True or False")
-
-
 def needs_gradients(*inputs: Tensor | None) -> bool:
     """Whether a backward pass will follow; all ranks of a plan have to answer the same."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -115,15 +103,17 @@ def needs_gradients(*inputs: Tensor | None) -> bool:
 
 def shape_text(x: object) -> str:
     """What to say of something that should have been a tensor of another shape."""
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return "a nested tensor" if x.is_nested else str(tuple(x.shape))
 
 
 def check_gradients(gradients: str) -> None:
     """Raises unless it is known what is done with the gradients of the ranks."""
-    if gradients not in ("summed", "averaged"):
+    if not isinstance(gradients, str) or gradients not in ("summed", "averaged"):
         raise FlexCPError(
             'gradients to be "summed" or "averaged"',
-            repr(gradients),
+            quote(gradients),
             "say what your trainer does with the gradients of the ranks",
         )
 
@@ -203,6 +193,8 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """Raises unless there is one floating-point sink per query head, where the query is."""
     if type(sinks) is not Tensor:
         require("sinks", sinks, Tensor, "pass one logit per query head")
+    if sinks.is_nested:
+        raise FlexCPError("sinks as a dense tensor", "a nested tensor", "pass one logit per head")
     if sinks.shape != (q.shape[1],):
         raise FlexCPError(
             f"sinks of shape ({q.shape[1]},): one logit per query head",
@@ -244,7 +236,7 @@ def as_dropout_p(p: float) -> float:
     if not is_number or not 0 <= p < 1:  # neither is NaN
         raise FlexCPError(
             "dropout_p to be a number of at least 0 and below 1",
-            repr(p),
+            quote(p),
             "pass the share of attention weights that are to be dropped",
         )
     return float(p) if p > 0 else 0.0  # a constant, where a compiler takes numbers for symbols
@@ -254,7 +246,7 @@ def as_dropout_seed(seed: object) -> Seed | None:
     """The seed that was given, if it is one; None for one that is to be drawn."""
     if seed is None:
         return None
-    if isinstance(seed, Tensor):
+    if isinstance(seed, Tensor) and not seed.is_nested:
         is_integer = not (seed.is_floating_point() or seed.is_complex()) and seed.numel() == 1
         if not is_integer or seed.dtype == torch.bool or seed.device.type != "cpu":
             raise _no_seed(
@@ -265,11 +257,12 @@ def as_dropout_seed(seed: object) -> Seed | None:
         if torch.compiler.is_compiling():
             return seed
         if not -(1 << 63) <= seed < 1 << 64:
-            raise _no_seed(repr(seed))
+            raise _no_seed(quote(seed))
         return seed if seed < 1 << 63 else seed - (1 << 64)  # as torch.seed() gives them
-    if not isinstance(seed, bool) and hasattr(seed, "__index__"):  # numpy's integers
-        return as_dropout_seed(seed.__index__())
-    raise _no_seed(f"{seed!r} of type {type(seed).__name__}")
+    number = None if isinstance(seed, Tensor) else as_whole(seed)
+    if number is not None:  # numpy's integers
+        return as_dropout_seed(number)
+    raise _no_seed(told(seed))
 
 
 def _no_seed(got: str) -> FlexCPError:

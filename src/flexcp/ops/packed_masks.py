@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.caches import Newest
 from flexcp.eager import outside_of_fake_tensors, outside_of_transforms, tensors_to_keep
-from flexcp.errors import FlexCPError, whole_number
+from flexcp.errors import FlexCPError, quote, whole_number
 from flexcp.graph_handles import constant_handle
 from flexcp.masks import Mask, causal, document, full, sliding_window
 
@@ -39,7 +39,7 @@ class Window:
         if not isinstance(window_size, tuple | list) or len(window_size) != 2:
             raise FlexCPError(
                 "window_size as a pair (left, right)",
-                repr(window_size),
+                quote(window_size),
                 "pass how many keys a query sees to the left and to the right; -1 for all",
             )
         fix = "pass a number of keys, or -1 for all"
@@ -150,8 +150,9 @@ def _of_two_packings(
 
 def _checked_ends(what: str, ends: Tensor, length: int, allows_padding: bool) -> Tensor:
     """int64 The cumulative lengths on the CPU."""
-    if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.dtype not in _INTEGERS:
-        given = f"{ends.dtype} {tuple(ends.shape)}" if isinstance(ends, Tensor) else repr(ends)
+    is_dense = isinstance(ends, Tensor) and not ends.is_nested
+    if not is_dense or ends.dim() != 1 or ends.dtype not in _INTEGERS:
+        given = f"{ends.dtype} {tuple(ends.shape)}" if is_dense else quote(ends)
         raise FlexCPError(
             f"{what} as a tensor of integers [sequences + 1]",
             given,

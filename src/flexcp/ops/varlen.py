@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError, require
+from flexcp.errors import FlexCPError, check_flags, quote, require, told
 from flexcp.graph_handles import constant_handle, owner_of
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.api import attention, flex_attention
@@ -18,11 +18,11 @@ from flexcp.ops.arguments import (
     as_dropout_seed,
     as_scale,
     autocast,
-    check_flags,
     check_sinks,
     check_tensors,
     needs_gradients,
     overridable,
+    shape_text,
 )
 from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention
 from flexcp.ops.dropout import traced_seed
@@ -88,7 +88,7 @@ def varlen_attention(
     if plan is not None:
         require("plan", plan, Plan, "pass what flexcp.make_plan returned")
     elif mask is not None:
-        raise FlexCPError("no name of a mask without a plan", repr(mask), "leave mask out")
+        raise FlexCPError("no name of a mask without a plan", quote(mask), "leave mask out")
     window = Window.of(window_size, causal)
     lengths = _lengths(cu_seqlens, cu_seqlens_k)
     return packed_attention(
@@ -117,11 +117,10 @@ def packed_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`varlen_attention`, once it is known what is packed where."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
             raise FlexCPError(
                 f"{name} of shape [tokens, heads, head dim]",
-                given,
+                shape_text(x),
                 "pack the sequences one after the other, without a batch dimension",
             )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -236,10 +235,10 @@ def _as_integers(given: Tensor | Sequence[int]) -> Tensor:
         return given
     try:
         return torch.as_tensor(given, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # torch's own, or of an object's own
         raise FlexCPError(
             "cu_seqlens as integers [sequences + 1]",
-            f"{given!r} of type {type(given).__name__}",
+            told(given),
             "pass where each sequence starts, and then where the last one ends",
         ) from None
 

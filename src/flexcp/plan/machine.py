@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexcp.errors import FlexCPError, did_you_mean
+from flexcp.errors import FlexCPError, did_you_mean, finite_number, quote, require, whole_number
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,13 @@ class Machine:
     memory: float = 0.0
     """Bytes of a rank's device; 0 if that is not known."""
 
+    def __post_init__(self) -> None:
+        require("name", self.name, str, "pass what to call it")
+        fix = "pass the figures of a data sheet, or Machine.measure()"
+        whole_number("ranks_per_node", self.ranks_per_node, at_least=1, fix=fix)
+        for name, (least, most) in _BOUNDS.items():
+            finite_number(name, getattr(self, name), fix=fix, least=least, most=most)
+
     @classmethod
     def preset(cls, name: str) -> Machine:
         """One of the machines in `PRESETS`; the name of a GPU alone is that of nodes of 8.
@@ -50,14 +57,14 @@ class Machine:
         >>> Machine.preset("H100") == Machine.preset("h100-ib")
         True
         """
-        asked = name.lower() if isinstance(name, str) else name
+        asked = name.lower() if isinstance(name, str) else None
         for machine in PRESETS:
             if asked in (machine.name, machine.name.removesuffix("-ib")):
                 return machine
         names = [m.name for m in PRESETS]
         raise FlexCPError(
             f"a machine among {', '.join(names)}",
-            repr(name),
+            quote(name),
             did_you_mean(name, names)
             or "pass one of those, a Machine of your own numbers, or Machine.measure()",
         )
@@ -69,9 +76,20 @@ class Machine:
         Results differ from run to run, so ranks must not measure each for itself: measure on one,
         and give the numbers to all.
         """
+        seconds = finite_number(
+            "seconds", seconds, fix="pass seconds=0.2 or more for each figure", least=1e-3, most=60
+        )
         flops = _attention_flops(seconds)
         bandwidth, latency = _socket_speed(seconds)
         return cls("measured", flops, 1 << 30, bandwidth, bandwidth, latency, latency / 4, 50e-6)
+
+
+_BOUNDS = {
+    "flops": (1.0, 1e300), "intra_bandwidth": (1.0, 1e300), "inter_bandwidth": (1.0, 1e300),
+    "latency": (0.0, 1e300), "message": (0.0, 1e300), "launch": (0.0, 1e300),
+    "hidden": (0.0, 1.0), "backward": (0.0, 1e300), "memory": (0.0, 1e300),
+}  # fmt: skip
+"""What the figures of a machine may be: a price divides by the first three."""
 
 
 def _gpu(

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote, require, writing
 from flexcp.plan.machine import Machine
 
 _KEY = "flexcp machine"
@@ -25,8 +25,10 @@ def save_machine(machine: Machine, path: str | Path) -> None:
     ...     load_machine(f"{folder}/machine.json") == Machine.preset("pcie")
     True
     """
+    require("machine", machine, Machine, "pass a preset, or Machine.measure()")
     content = {_KEY: _FORMAT, **dataclasses.asdict(machine)}
-    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with writing(path) as file:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_machine(path: str | Path) -> Machine:
@@ -35,11 +37,12 @@ def load_machine(path: str | Path) -> Machine:
     Numbers may be changed by hand; one that is missing, not a number or of no use is an error, as
     is one that this version does not know.
     """
+    require("path", path, (str, Path), "pass a file that `flexcp doctor` has written")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         _refuse(path, error.strerror or str(error))
-    except ValueError:
+    except (ValueError, RecursionError):
         _refuse(path, "something that is not JSON")
     if not isinstance(content, dict) or content.pop(_KEY, None) != _FORMAT:
         _refuse(path, f"no file with {json.dumps(_KEY)}: {_FORMAT}")
@@ -75,7 +78,7 @@ def _is_right(kind: str, value: Any) -> bool:
 
 def _refuse(path: str | Path, got: str) -> NoReturn:
     raise FlexCPError(
-        f"a machine in {str(path)!r}",
+        f"a machine in {quote(str(path))}",
         got,
         "let `flexcp doctor` write one, or name a preset such as h100-ib",
     )

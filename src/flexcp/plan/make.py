@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flexcp.errors import FlexCPError, as_whole, did_you_mean, require, whole_number
+from flexcp.errors import FlexCPError, as_whole, did_you_mean, quote, require, whole_number
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.analysis.measured import IndexOutsideError
 from flexcp.grid.memo import grid_of_mask
@@ -87,27 +87,25 @@ def make_plan(
     ranks = Ranks.of(mesh).connected()
     require_names(layout, schedule)
     seq_len, batch, head_dim, num_heads, num_kv_heads = (
-        whole_number(name, value, at_least=1, fix=f"pass {name}=1 or more")
-        for name, value in (
-            ("seq_len", seq_len),
-            ("batch", batch),
-            ("head_dim", head_dim),
-            ("num_heads", num_heads),
-            ("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads),
+        whole_number(name, value, at_least=1, at_most=most, fix=f"pass {name}=1 or more")
+        for name, value, most in (
+            ("seq_len", seq_len, 2**40),
+            ("batch", batch, _MOST),
+            ("head_dim", head_dim, _MOST),
+            ("num_heads", num_heads, _MOST),
+            ("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, _MOST),
         )
     )
     require_heads(num_heads, num_kv_heads)
-    block_size = _require_square(block_size)
+    block_size = require_block_size(block_size)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise FlexCPError(
             "dtype to be a floating-point type of torch",
-            repr(dtype),
+            quote(dtype),
             "pass the type of Q, K and V, such as dtype=torch.bfloat16",
         )
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype, batch)
-    if machine is None or isinstance(machine, str):
-        machine = Machine.preset(DEFAULT_MACHINE if machine is None else machine)
-    require("machine", machine, Machine, "pass a preset's name, or a flexcp.Machine")
+    machine = require_machine(machine)
     grids = grids_of(mask, seq_len, block_size, shape)
     _require_layout(layout, seq_len, ranks.size, batch)
     problem = Problem(
@@ -132,6 +130,10 @@ def make_plan(
     )
 
 
+_MOST = 2**20
+"""Of batch elements, heads, elements of a head and tokens of a block: beyond any model."""
+
+
 def grids_of(
     mask: Any, seq_len: int, block_size: int, shape: AttentionShape
 ) -> dict[str, BlockGrid]:
@@ -152,7 +154,7 @@ def _share(name: str, value: object, most: float) -> float | None:
     if not number or not 0 <= value <= min(most, _MOST_FLOPS):  # type: ignore[operator]
         raise FlexCPError(
             f"{name} to be a number from 0" + (f" to {most:g}" if math.isfinite(most) else " on"),
-            repr(value),
+            quote(value),
             f"leave {name} out, or pass a finite number that is not negative",
         )
     return float(value)  # type: ignore[arg-type]
@@ -162,16 +164,17 @@ _MOST_FLOPS = 2.0**60
 """Of one token: more than any model, and small enough to be counted."""
 
 
-def _require_square(block_size: object) -> int:
+def require_block_size(block_size: object) -> int:
     """Tokens of a block, if it has as many queries as keys."""
     pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(pair) != 2 or as_whole(pair[0]) != as_whole(pair[1]):
         raise FlexCPError(
             "square blocks, since rows and keys of a plan are cut alike",
-            f"block_size={block_size!r}",
+            f"block_size={quote(block_size)}",
             "pass one number, such as block_size=128",
         )
-    return whole_number("block_size", pair[0], at_least=1, fix="pass block_size=128")
+    fix = "pass block_size=128"
+    return whole_number("block_size", pair[0], at_least=1, at_most=_MOST, fix=fix)
 
 
 def _require_alike(grids: Mapping[str, BlockGrid]) -> None:
@@ -190,7 +193,7 @@ def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> Bl
     if isinstance(mask, BlockGrid):
         wanted = (seq_len, seq_len, shape.batch, shape.num_heads)
         got = (mask.q_len, mask.kv_len, mask.batch, mask.heads)
-        _require_square(mask.block_size)
+        require_block_size(mask.block_size)
         if got[:2] != wanted[:2]:
             raise FlexCPError(
                 f"a block grid of {seq_len} x {seq_len} tokens",
@@ -263,19 +266,28 @@ def _expanded(grid: BlockGrid, shape: AttentionShape) -> BlockGrid:
     return BlockGrid(grid.q_len, grid.kv_len, grid.block_size, planes, grid.runs, grid.mask)
 
 
+def require_machine(machine: object) -> Machine:
+    """The machine that is meant: itself, a preset by name, or the default for None."""
+    if machine is None or isinstance(machine, str):
+        return Machine.preset(DEFAULT_MACHINE if machine is None else machine)
+    require("machine", machine, Machine, "pass a preset's name, or a flexcp.Machine")
+    assert isinstance(machine, Machine)
+    return machine
+
+
 def require_names(layout: str | Layout, schedule: str) -> None:
     """Raises for a layout or schedule that there is not."""
-    if not isinstance(layout, Layout) and layout not in LAYOUTS:
+    if not isinstance(layout, Layout) and not (isinstance(layout, str) and layout in LAYOUTS):
         raise FlexCPError(
             f"a layout among {', '.join(LAYOUTS)}, or a Layout",
-            repr(layout),
+            quote(layout),
             did_you_mean(layout, LAYOUTS)
             or "pass one of those names, or a Layout made for this sequence",
         )
-    if schedule not in ("auto", *SCHEDULES):
+    if not isinstance(schedule, str) or schedule not in ("auto", *SCHEDULES):
         raise FlexCPError(
             f"a schedule among auto, {', '.join(SCHEDULES)}",
-            repr(schedule),
+            quote(schedule),
             did_you_mean(schedule, ("auto", *SCHEDULES)) or "pass one of those names",
         )
 

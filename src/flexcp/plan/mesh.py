@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from flexcp.comm.interface import Transport
-from flexcp.errors import FlexCPError, whole_shape
+from flexcp.errors import FlexCPError, told, whole_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,12 @@ class Ranks:
         numbers = whole_shape(mesh)
         if numbers is not None:
             return cls(_require_shape(numbers))
-        shape, coordinate = getattr(mesh, "shape", None), getattr(mesh, "get_coordinate", None)
+        coordinate = getattr(mesh, "get_coordinate", None)
+        shape = getattr(mesh, "shape", None) if callable(coordinate) else None
         if shape is None or not callable(coordinate):
             raise FlexCPError(
                 "a DeviceMesh, a simulated mesh, a number of ranks, or a shape such as (2, 4)",
-                f"{mesh!r} of type {type(mesh).__name__}",
+                told(mesh),
                 "pass init_device_mesh(...), the mesh that testing.simulate gives, or an int",
             )
         sizes = _require_shape(tuple(int(n) for n in shape))
@@ -84,7 +85,9 @@ def _require_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
         )
     if prod(shape) > _MOST_RANKS:
         raise FlexCPError(
-            f"at most {_MOST_RANKS:,} ranks", f"{prod(shape):,}", "pass the size of one mesh"
+            f"at most {_MOST_RANKS:,} ranks",
+            f"a mesh of shape {shape}",
+            "pass the size of one mesh",
         )
     return shape
 

@@ -16,7 +16,7 @@ from flexcp.comm.agreement import Agreement
 from flexcp.comm.gather import gather_shards
 from flexcp.comm.interface import Transport
 from flexcp.comm.labels import CallLabel
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote, require, whole_number
 from flexcp.graph_handles import numbered_handle
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
@@ -156,10 +156,10 @@ class Plan:
         """The key of a mask in `grids` and `schedules`."""
         if mask is None and len(self.grids) == 1:
             return next(iter(self.grids))
-        if mask is None or mask not in self.grids:
+        if not isinstance(mask, str) or mask not in self.grids:
             raise FlexCPError(
                 f"one of this plan's masks: {', '.join(map(repr, self.grids))}",
-                repr(mask),
+                quote(mask),
                 "pass mask= with the name that the plan was made with",
             )
         return mask
@@ -199,9 +199,24 @@ class Plan:
             where = (dim % x.dim(), self._rank(None), batch_dim)
             full: Tensor = shard_ops.unshard(x, self.graph_handle, *where, self.seq_len)
             return full
-        call = self._agree_to_unshard(x, dim % x.dim())
-        parts = gather_shards(x, dim % x.dim(), self._counts, self.transport, call)
+        dim = self._dim_to_unshard(x, dim, batch_dim)
+        call = self._agree_to_unshard(x, dim)
+        parts = gather_shards(x, dim, self._counts, self.transport, call)
         return self.layout.restore(parts, dim, batch_dim=batch_dim)
+
+    def _dim_to_unshard(self, x: Tensor, dim: int, batch_dim: int) -> int:
+        """The dimension of the rows, counted from the front; else it raises on all ranks."""
+        try:
+            require("what is put together", x, Tensor, "pass this rank's rows")
+            if x.is_nested or x.dim() == 0:
+                raise FlexCPError("a dense tensor with a dimension of rows", "another", "pad it")
+            fix, dims = "pass a dimension of the tensor", x.dim()
+            for name, given in (("batch_dim", batch_dim), ("dim", dim)):
+                at = whole_number(name, given, at_least=-dims, at_most=dims - 1, fix=fix)
+        except FlexCPError as error:
+            self.transport.calls.refuse("unshard", str(error))
+            raise
+        return at % dims
 
     def _agree_to_unshard(self, x: Tensor, dim: int) -> CallLabel:
         """The call, if all ranks pass rows of the same kind of tensor; else it raises on all."""

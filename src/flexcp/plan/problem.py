@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 from flexcp.grid import BlockGrid
 from flexcp.layout import (
     Layout,
@@ -100,7 +100,7 @@ def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
         return Layout.stacked([_by_work(name, work, ranks, exact_counts=True) for work in works])
     raise FlexCPError(
         f"a layout among {', '.join(LAYOUTS)}, or a Layout",
-        repr(name),
+        quote(name),
         "pass one of those names, or a Layout made for this sequence",
     )
 

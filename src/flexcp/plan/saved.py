@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError, require
+from flexcp.errors import FlexCPError, quote, require, writing
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod
@@ -39,17 +39,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     the name that they can be imported by.
     """
     require("plan", plan, Plan, "make one with flexcp.make_plan")
-    require("path", path, (str, Path), "pass the name of a file")
     content = {_KEY: _FORMAT, **json.loads(plan.to_json())}
     text = json.dumps({**content, "sha256": _digest(content)})
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise FlexCPError(
-            f"a file that can be written at {str(path)!r}",
-            getattr(error, "strerror", None) or str(error),
-            "choose another place",
-        ) from None
+    with writing(path) as file:
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def load_plan(
@@ -156,5 +149,5 @@ def _whole(numbers: list[int]) -> Tensor:
 
 def _refuse(path: Any, got: str) -> NoReturn:
     raise FlexCPError(
-        f"a plan in {str(path)!r}", got, "let `flexcp plan --save` or save_plan write one"
+        f"a plan in {quote(str(path))}", got, "let `flexcp plan --save` or save_plan write one"
     )

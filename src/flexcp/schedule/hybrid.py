@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
 from flexcp.schedule.allgather import allgather
@@ -65,7 +65,7 @@ def make_schedule(
     """
     if name not in SCHEDULES:
         raise FlexCPError(
-            f"a schedule among {', '.join(SCHEDULES)}", repr(name), "pass one of those, or 'auto'"
+            f"a schedule among {', '.join(SCHEDULES)}", quote(name), "pass one of those, or 'auto'"
         )
     if name == "ulysses":
         heads_group_size, outer_schedule = layout.ranks, "ulysses"

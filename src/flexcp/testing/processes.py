@@ -31,7 +31,7 @@ import torch
 
 from flexcp.comm.faults import names_of
 from flexcp.comm.simulated import RankError
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, finite_number, whole_number
 from flexcp.testing.world import mesh_shape, require_function
 
 T = TypeVar("T")
@@ -78,6 +78,8 @@ def spawn(
     """
     require_function(fn)
     shape = mesh_shape(world_size, at_most=_MOST_PROCESSES)
+    timeout = finite_number("timeout", timeout, fix="pass seconds", least=1e-3, most=1e7)
+    threads = whole_number("threads", threads, at_least=1, at_most=1024, fix="pass threads=1")
     if torch.cuda.is_initialized():
         raise FlexCPError(
             "a process that has not used CUDA, since ranks are forked from it",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexcp.errors import FlexCPError, quote
+
 # Sums of a few thousand terms of mixed sign lose some digits beyond one rounding.
 _ROUNDINGS = {
     torch.float64: 2**18,
@@ -22,6 +24,10 @@ def tolerance(dtype: torch.dtype) -> float:
     >>> tolerance(torch.float32) < 2e-5
     True
     """
+    if not isinstance(dtype, torch.dtype) or dtype not in _ROUNDINGS:
+        raise FlexCPError(
+            f"one of {', '.join(map(str, _ROUNDINGS))}", quote(dtype), "name the type of the call"
+        )
     return _ROUNDINGS[dtype] * torch.finfo(dtype).eps
 
 

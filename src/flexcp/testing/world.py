@@ -6,8 +6,9 @@ from collections.abc import Callable
 from math import prod
 from typing import TypeVar
 
+from flexcp import errors
 from flexcp.comm.simulated import SimulatedMesh, SimulatedTransport, World
-from flexcp.errors import FlexCPError, whole_shape
+from flexcp.errors import FlexCPError, quote, whole_shape
 
 T = TypeVar("T")
 
@@ -38,12 +39,12 @@ _MOST_SIMULATED = 4096
 
 def require_function(fn: object) -> None:
     """Raises unless there is something to call on each rank."""
-    if not callable(fn):
-        raise FlexCPError(
-            "a function of a mesh, to be called on each rank",
-            f"{type(fn).__name__}",
-            "pass the code of one rank: def rank(mesh): ...",
-        )
+    errors.require_function(
+        "a function of a mesh, to be called on each rank",
+        fn,
+        1,
+        "pass the code of one rank: def rank(mesh): ...",
+    )
 
 
 def mesh_shape(world_size: int | tuple[int, ...], *, at_most: int) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ def mesh_shape(world_size: int | tuple[int, ...], *, at_most: int) -> tuple[int,
     if not shape or min(shape) < 1 or prod(shape) > at_most:
         raise FlexCPError(
             f"at least 1 rank, and at most {at_most:,}",
-            repr(world_size),
+            quote(world_size),
             "pass a number of ranks, or a shape such as (2, 4)",
         )
     return shape

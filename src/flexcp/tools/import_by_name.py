@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 
 
 def import_name(name: str) -> Any:
@@ -24,18 +24,20 @@ def import_name(name: str) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise ModuleNotFoundError(name=module)
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # something that the module imports is missing
         raise FlexCPError(
             "a module that Python can import",
-            repr(module),
+            quote(module),
             "run from the folder that it is in, or install its package",
         ) from None
     for part in path.split("."):
         if not hasattr(found, part):
-            raise FlexCPError(f"a name in {module}", repr(part), _hint(part, found))
+            raise FlexCPError(f"a name in {module}", quote(part), _hint(part, found))
         found = getattr(found, part)
     return found
 

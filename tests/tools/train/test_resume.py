@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +218,31 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_debris(tiny, monkeypatch)
         train(tiny)
     assert Path(tiny.out, "checkpoint.pt").read_bytes() == before
     assert not list(Path(tiny.out).glob("*.new"))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl.new", "metrics.jsonl", "loss.svg.new"])
+def test_a_disk_that_is_full_for_the_record_leaves_what_was_there(name, tiny, monkeypatch):
+    train(replace(tiny, stop_after=2))
+    before = {path.name: path.read_bytes() for path in Path(tiny.out).glob("[!.]*")}
+    opened = io.open
+
+    def full(path, mode="r", *args, **kwargs):
+        if Path(path).name == name and mode != "r":
+            if name.endswith(".new"):
+                opened(path, "w").close()
+            raise OSError(28, "No space left on device")
+        return opened(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", full)  # what Path.open and Path.write_text call
+    with pytest.raises(FlexCPError, match=r"room for .*No space left on device; make room and go"):
+        train(replace(tiny, stop_after=3))
+    monkeypatch.undo()
+    after = {path.name: path.read_bytes() for path in Path(tiny.out).glob("[!.]*")}
+    assert not list(Path(tiny.out).glob("*.new"))
+    assert after["loss.svg"] == before["loss.svg"]
+    if name == "metrics.jsonl.new":  # before anything was done
+        assert after == before
+    assert train(tiny).step == 6
 
 
 def test_documents_of_the_same_sizes_with_other_contents_are_refused(tiny, texts):

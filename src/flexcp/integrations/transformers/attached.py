@@ -17,7 +17,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from flexcp.ahead import plan_ahead
 from flexcp.batch import positions_within
 from flexcp.comm.summing import sum_in_place
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, check_flags, require
 from flexcp.integrations.gradients import sum_gradients
 from flexcp.integrations.transformers import unsupported
 from flexcp.integrations.transformers.attention import IMPLEMENTATION, UNDER_WAY, Sharding
@@ -34,6 +34,7 @@ from flexcp.integrations.transformers.rope import rotary_modules, tell_the_last_
 from flexcp.layout import Layout
 from flexcp.ops.arguments import check_gradients
 from flexcp.plan import Machine, Plan, Ranks
+from flexcp.plan.make import require_block_size, require_machine, require_names
 
 SHARDING = "flexcp_sharding"
 """The name under which a sharding travels in a batch."""
@@ -94,6 +95,7 @@ class Attached:
         Returns:
             The arguments for the model.
         """
+        check_flags(score_across_documents=score_across_documents)
         facts = self._facts(batch, documents)
         if batch.get("labels") is not None or batch.get("shift_labels") is not None:
             unsupported.check_labels(self.model)
@@ -143,6 +145,9 @@ class Attached:
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over ranks, without gradient: of losses, the loss of one process."""
+        require("x", x, Tensor, "pass a tensor, such as a loss")
+        if x.is_nested or x.layout != torch.strided:
+            raise FlexCPError("a dense tensor", f"one of {x.layout}", "call .to_dense()")
         total = x.detach().clone()
         sum_in_place([total], self.mesh)
         return total
@@ -167,6 +172,7 @@ class Attached:
         self, batch: Mapping[str, Any], documents: Tensor | Sequence[int] | None
     ) -> TokenFacts:
         """What of a batch its masks depend on."""
+        require("batch", batch, Mapping, "pass what the model would be called with")
         unsupported.check_batch(batch, self.model)
         shape = shape_of(batch)
         infers = infers_documents(unsupported.decoder_of(self.model))
@@ -295,6 +301,9 @@ def attach(
     [5, 5]
     """
     check_gradients(gradients)
+    require_names(layout, schedule)
+    require_block_size(block_size)
+    require_machine(machine)
     target = unsupported.language_model(model)
     if attached_to(target) is not None:
         raise FlexCPError(

@@ -45,7 +45,9 @@ def document_ids(
         found = batch["cu_seq_lens_q"].diff().tolist()
     if found is None:
         return None
-    ids = found if isinstance(found, Tensor) else ids_from_lengths(found)
+    ids = found
+    if not isinstance(ids, Tensor) or ids.is_nested or ids.dim() not in (1, 2):
+        ids = ids_from_lengths(found)
     ids = ids if ids.dim() == 2 else ids[None]
     if ids.shape[1] != shape[1] or ids.shape[0] not in (1, shape[0]):
         raise FlexCPError(

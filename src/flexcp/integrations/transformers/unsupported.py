@@ -45,7 +45,7 @@ _HEADS = {
 
 def language_model(model: nn.Module) -> PreTrainedModel:
     """The Transformers model in what a user calls a model: itself, or what DDP or PEFT wrap."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module
     raise FlexCPError(

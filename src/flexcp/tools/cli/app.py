@@ -44,6 +44,14 @@ EXAMPLES = {
     ),
 }
 """What people type, by command; help shows them."""
+IN_SHORT = {
+    "plan": "Plan who owns which tokens, and price it.",
+    "show": "Draw a mask: which queries see which keys.",
+    "verify": "Compare a model on ranks with one process.",
+    "train": "Train a small model on local ranks.",
+    "doctor": "Check and measure this machine.",
+}
+"""Commands in the list of them, each in one line of a terminal of 60 columns."""
 
 app = typer.Typer(
     help="Exact attention over a sequence that is sharded across devices: plan, see, prove, train.",
@@ -89,4 +97,8 @@ def main_options(
 for _command in (plan, show, verify, train, doctor):
     # \b keeps lines as they are.
     _examples = "\n".join(f"  {line}" for line in EXAMPLES[_command.__name__])
-    app.command(_command.__name__, epilog=f"\b\nExamples:\n{_examples}")(_command)
+    app.command(
+        _command.__name__,
+        short_help=IN_SHORT[_command.__name__],
+        epilog=f"\b\nExamples:\n{_examples}",
+    )(_command)

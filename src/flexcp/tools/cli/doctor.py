@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, finite_number, quote, whole_number, writing
 from flexcp.tools.cli.options import Debug, Json, unset
 
 if TYPE_CHECKING:
@@ -30,19 +30,22 @@ _RESERVE = 45.0
 
 def doctor(
     minutes: Annotated[
-        float, typer.Option(min=0.1, help="What it may take; the rest is listed as not run.")
+        float,
+        typer.Option(
+            min=0.1, metavar="MINUTES", help="What it may take; the rest is listed as not run."
+        ),
     ] = 5.0,
     ranks: Annotated[
         int | None,
         unset(
-            None,
+            "N",
             "Ranks to start on this machine: one for each GPU, or 2 on a CPU, unless given. Under "
             "torchrun, as many as it has started.",
             min=1,
         ),
     ] = None,
     device: Annotated[
-        str | None, unset(None, "cpu or cuda; cuda if there is one, unless given.")
+        str | None, unset("DEVICE", "cpu or cuda; cuda if there is one, unless given.")
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -82,6 +85,7 @@ def doctor(
         list[int] | None,
         typer.Option(
             "--head-dim",
+            metavar="N",
             help="Head dims to compile for; 64 and 128 if not given.",
             rich_help_panel=_COMPILE,
         ),
@@ -90,6 +94,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             "--dtype",
+            metavar="TYPE",
             help="Types to compile for; bfloat16 and float32 if not given.",
             rich_help_panel=_COMPILE,
         ),
@@ -108,9 +113,12 @@ def doctor(
     if archs:
         _compile(archs, head_dims, dtypes, as_json)
         return
+    finite_number("--minutes", minutes, fix="pass --minutes 5", least=0.1, most=1e5)
     begin = time.monotonic()
     _wait_without_spinning()
     request = _request(ranks, device, only)
+    with writing(out):  # before minutes of work that could not be kept
+        out.mkdir(parents=True, exist_ok=True)
     # Ranks will take as long to start as this process has, which can be long on a busy machine.
     start = time.monotonic() - begin
     seconds = max(0.4 * 60 * minutes, 60 * minutes - start - _RESERVE)
@@ -151,14 +159,15 @@ def _request(ranks: int | None, device: str | None, only: list[str] | None) -> R
 
     for part in only or ():
         if part not in SECTIONS:
-            raise FlexCPError(f"--only {', '.join(SECTIONS)}", repr(part), "name one of these")
+            raise FlexCPError(f"--only {', '.join(SECTIONS)}", quote(part), "name one of these")
     if device not in (None, "cpu", "cuda"):
-        raise FlexCPError("--device cpu or cuda", repr(device), "or leave it away")
+        raise FlexCPError("--device cpu or cuda", quote(device), "or leave it away")
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise FlexCPError("a GPU that torch can use", "none", "pass --device cpu")
     place = torch.device(device or ("cuda" if gpus else "cpu"))
     count = ranks or (gpus if place.type == "cuda" else 2)
+    whole_number("--ranks", count, at_least=1, at_most=256, fix="pass as many as there are devices")
     if started_by_a_launcher(os.environ):
         count = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, count):

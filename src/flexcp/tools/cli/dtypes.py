@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def dtype_of(name: str) -> torch.dtype:
     if full is None:
         raise FlexCPError(
             "a floating-point type",
-            repr(name),
+            quote(name),
             f"pass one of {', '.join(sorted(set(_NAMES.values())))}",
         )
     found: torch.dtype = getattr(torch, full)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flexcp.errors import FlexCPError
+from flexcp import errors
+from flexcp.errors import FlexCPError, quote
 
 
 def require_ending(path: Path | None, *endings: str) -> None:
@@ -19,19 +20,13 @@ def require_ending(path: Path | None, *endings: str) -> None:
     """
     if path is not None and path.suffix not in endings:
         raise FlexCPError(
-            f"a file that ends in {' or '.join(endings)}", repr(str(path)), "name one"
+            f"a file that ends in {' or '.join(endings)}", quote(str(path)), "name one"
         )
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns what goes wrong with a file into a message; folders are made."""
-    try:
+    with errors.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise FlexCPError(
-            f"a file that can be written at {str(path)!r}",
-            error.strerror or str(error),
-            "choose another place",
-        ) from None

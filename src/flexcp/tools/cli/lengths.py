@@ -14,7 +14,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 
 _LENGTH_COLUMNS = ("length", "lengths", "tokens", "num_tokens", "n_tokens", "len", "size")
 _COUNT_COLUMNS = ("number", "count", "frequency")
@@ -45,7 +45,7 @@ def read_lengths(path: str) -> list[int] | list[Bin]:
     except OSError as error:
         raise FlexCPError(
             "a file with document lengths",
-            f"{path!r}: {error.strerror}",
+            f"{quote(path)}: {error.strerror}",
             "name a .txt, .csv, .json or .jsonl file, relative to this folder",
         ) from None
     except UnicodeDecodeError:
@@ -135,11 +135,11 @@ def _bin(path: str, lengths: str, count: str) -> Bin:
     try:
         weight = float(count)
     except ValueError:
-        raise _unreadable(path, f"{count!r} as a number of documents") from None
+        raise _unreadable(path, f"{quote(count)} as a number of documents") from None
     if not 0 <= weight < math.inf:
-        raise _unreadable(path, f"{count!r} as a number of documents")
+        raise _unreadable(path, f"{quote(count)} as a number of documents")
     if not 1 <= len(bounds) <= 2 or max(bounds) < 1:
-        raise _unreadable(path, f"{lengths!r} as a range of lengths")
+        raise _unreadable(path, f"{quote(lengths)} as a range of lengths")
     return Bin(max(1, bounds[0]), bounds[-1], weight)
 
 
@@ -173,7 +173,7 @@ def _whole(path: str, values: list[Any]) -> list[int]:
         raise _unreadable(path, "no lengths")
     wrong = next((x for x in values if isinstance(x, bool) or not _is_whole(x)), None)
     if wrong is not None:
-        raise _unreadable(path, f"{wrong!r} as a length")
+        raise _unreadable(path, f"{quote(wrong)} as a length")
     return [int(x) for x in values]
 
 
@@ -183,7 +183,7 @@ def _is_whole(value: Any) -> bool:
 
 def _unreadable(path: str, got: str) -> FlexCPError:
     return FlexCPError(
-        f"document lengths in {path!r}",
+        f"document lengths in {quote(path)}",
         got,
         "write whole numbers: one a line (.txt), a list (.json), a column called length (.csv), or "
         "the columns range and number of a distribution (.csv)",

@@ -13,7 +13,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from flexcp.errors import FlexCPError, did_you_mean
+from flexcp.errors import FlexCPError, did_you_mean, quote
 from flexcp.units import parse_size
 
 CATALOGUE = {
@@ -94,8 +94,13 @@ class MaskSyntaxError(FlexCPError):
 
 def fail_at(text: str, at: int, expected: str, got: str, fix: str) -> FlexCPError:
     """An error that shows the expression with a caret below the place."""
-    shown = re.sub(r"\s", " ", text)
-    return MaskSyntaxError(expected, got, f"{fix}\n\n    {shown}\n    {' ' * at}^")
+    first = max(0, at - _SHOWN // 2) if len(text) > _SHOWN else 0
+    shown = re.sub(r"\s", " ", text[first : first + _SHOWN])
+    return MaskSyntaxError(expected, got, f"{fix}\n\n    {shown}\n    {' ' * (at - first)}^")
+
+
+_SHOWN = 240
+"""Characters of an expression that an error shows, around the place."""
 
 
 def parse_mask(text: str) -> Node:
@@ -135,12 +140,12 @@ def _refuse_early(text: str, python: str) -> None:
     for atom in _ATOM.finditer(text):
         if (sign := _PYTHON_WORDS.get(atom[0])) is not None:
             expected = "a mask" if sign == "~" else f"`&`, `|` or {_END}"
-            raise fail_at(text, atom.start(), expected, repr(atom[0]), f"write `{sign}`")
+            raise fail_at(text, atom.start(), expected, quote(atom[0]), f"write `{sign}`")
     lone = re.search(r"['\"]", _ATOM.sub(lambda atom: " " * len(atom[0]), text))
     if lone is not None:
         at = lone.start()
         raise fail_at(
-            text, at, "the other quotation mark", repr(text[at:]), "close the file name's quotes"
+            text, at, "the other quotation mark", quote(text[at:]), "close the file name's quotes"
         )
     nested = list(re.finditer(r"[&|~(\[]", python))
     if len(nested) > _MOST_NESTED:
@@ -160,7 +165,7 @@ def _not_python(text: str, python: str, error: SyntaxError) -> FlexCPError:
     at = len(python) - len(python.lstrip()) + error.offset - 1 if error.offset else end
     unclosed = at in _open_brackets(python)  # Python points at the bracket, which has to end
     at = end if unclosed else _second_operand(python, at)
-    got = repr(_word_at(text, at)) if at < end else _END
+    got = quote(_word_at(text, at)) if at < end else _END
     before = python[:at].rstrip()
     around = next(reversed(_open_brackets(before)), None)
     if not before.endswith(_ENDS_OF_OPERANDS) and not unclosed:
@@ -252,7 +257,7 @@ class _Reader:
         if known is not None and name not in known:
             names = ", ".join(known) or "none"
             expected = f"one of {mask}'s parameters: {names}"
-            raise fail_at(self.text, at, expected, repr(name), "use those names")
+            raise fail_at(self.text, at, expected, quote(name), "use those names")
         return Argument(name, self._value(keyword.value), at)
 
     def _value(self, node: ast.expr) -> Value:
@@ -275,7 +280,7 @@ class _Reader:
         return self.text[self._at(node) : self.start + node.end_col_offset]
 
     def _error(self, node: ast.expr, expected: str, fix: str) -> FlexCPError:
-        return fail_at(self.text, self._at(node), expected, repr(self._written(node)), fix)
+        return fail_at(self.text, self._at(node), expected, quote(self._written(node)), fix)
 
 
 def _number_or_text(word: str) -> Value:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 from flexcp.tools.cli.lengths import Bin, draw, fill, lognormal, read_lengths
 from flexcp.tools.cli.mask_syntax import (
     CATALOGUE,
@@ -25,10 +25,6 @@ from flexcp.tools.import_by_name import import_name
 
 if TYPE_CHECKING:
     from flexcp.masks import Mask
-
-
-_MOST_OF_DOCUMENTS = 1 << 28
-"""Tokens of a mask of documents, which has a number for each."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def read_masks(
         name, equals, expression = item.partition("=")
         if not equals or not name.strip().isidentifier() or name.strip() in found:
             raise FlexCPError(
-                "--mask name=MASK with a new name each", repr(item), "such as --mask full=causal"
+                "--mask name=MASK with a new name each", quote(item), "such as --mask full=causal"
             )
         read = read_mask(expression, tokens)
         tokens = read.tokens
@@ -180,11 +176,13 @@ class _Builder:
         return found
 
     def _require_few(self, call: NamedMask) -> None:
+        from flexcp.masks.catalog import MOST_TOKENS_OF_DOCUMENTS
+
         assert self.tokens is not None
-        if self.tokens > _MOST_OF_DOCUMENTS:
+        if self.tokens > MOST_TOKENS_OF_DOCUMENTS:
             raise self._at(
                 call,
-                f"at most {_MOST_OF_DOCUMENTS:,} tokens of documents",
+                f"at most {MOST_TOKENS_OF_DOCUMENTS:,} tokens of documents",
                 f"{self.tokens:,}",
                 "pass fewer --tokens",
             )
@@ -243,7 +241,7 @@ class _Builder:
     ) -> float:
         value = given.get(name, usual)
         if not isinstance(value, int | float) or not math.isfinite(value):
-            got = "none" if value is None else repr(value)
+            got = "none" if value is None else quote(value)
             raise self._at(call, f"{name} as a number", got, f"such as {name}=1")
         return value
 
@@ -252,7 +250,7 @@ class _Builder:
             return read_lengths(given)
         if not isinstance(given, list) or not given or not all(isinstance(x, int) for x in given):
             raise self._at(
-                call, "a file name or a list of lengths", repr(given), "such as [600, 400]"
+                call, "a file name or a list of lengths", quote(given), "such as [600, 400]"
             )
         return [int(x) for x in given if isinstance(x, int)]
 

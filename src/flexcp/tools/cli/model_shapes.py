@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexcp.errors import FlexCPError, did_you_mean
+from flexcp.errors import FlexCPError, did_you_mean, quote
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,18 @@ def model_shape(text: str) -> ModelShape:
     for ending in ("-instruct", "-base", "-it", "-hf"):
         name = name.removesuffix(ending)
     path = Path(text)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        is_config = path.suffix == ".json" or path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_config = False
+    if is_config:
         return _of_config(path)
     found = MODELS.get(name) or MODELS.get(name.replace("meta-llama", "llama"))
     if found is None:
         raise FlexCPError(
             "a model that is known, or a config.json",
-            repr(text),
+            quote(text),
             did_you_mean(name, MODELS)
             or f"pass a Transformers config.json, its folder, or one of {', '.join(MODELS)}",
         )
@@ -172,7 +175,7 @@ def _of_config(path: Path) -> ModelShape:
     window, local = _windows(config, layers)
     name = str(config.get("_name_or_path") or config.get("model_type") or path.parent.name or path)
     if not all(isinstance(n, int) and n > 0 for n in (layers, heads, kv_heads, head_dim)):
-        raise _unreadable(path, f"heads of {head_dim!r}")
+        raise _unreadable(path, f"heads of {quote(head_dim)}")
     return ModelShape(name, layers, heads, kv_heads, head_dim, window, local, note)
 
 
@@ -202,7 +205,7 @@ def _number(path: Path, config: dict[str, Any], what: str, usual: int | None = N
 
 def _unreadable(path: Path, got: str) -> FlexCPError:
     return FlexCPError(
-        f"a Transformers configuration in {str(path)!r}",
+        f"a Transformers configuration in {quote(str(path))}",
         got,
         "pass the config.json of a model, its folder, or a name such as llama-3-70b",
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 from flexcp.units import parse_size
 
 
@@ -26,7 +26,7 @@ def mesh_of_option(text: str) -> int | tuple[int, ...]:
         sizes = ()
     if len(sizes) not in (1, 2) or min(sizes) < 1:
         raise typer.BadParameter(
-            f"expected a number such as 64, or groups x ranks such as 8x8, got {text!r}"
+            f"expected a number such as 64, or groups x ranks such as 8x8, got {quote(text)}"
         )
     return sizes if len(sizes) == 2 else sizes[0]
 

@@ -100,23 +100,25 @@ def plan(
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the report page: one file, no network.", rich_help_panel="Files"),
+        unset("FILE", "Write the report page: one file, no network.", rich_help_panel="Files"),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option(help="Write a figure of the plan.", rich_help_panel="Files"),
+        unset("FILE", "Write a figure of the plan.", rich_help_panel="Files"),
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the plan with every transfer, as JSON: flexcp.load_plan reads it.",
+        unset(
+            "FILE",
+            "Write the plan with every transfer, as JSON: flexcp.load_plan reads it.",
             rich_help_panel="Files",
         ),
     ] = None,
     load: Annotated[
         Path | None,
-        typer.Option(
-            help="Show a plan that --save has written, instead of making one.",
+        unset(
+            "FILE",
+            "Show a plan that --save has written, instead of making one.",
             rich_help_panel="Files",
         ),
     ] = None,

@@ -20,6 +20,7 @@ from flexcp.tools.cli.options import (
     ScheduleName,
     Tokens,
     size_of_option,
+    unset,
 )
 
 if TYPE_CHECKING:
@@ -37,14 +38,18 @@ def show(
     tokens: Tokens = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Colour each tile by the rank that computes it, among so many."),
+        typer.Option(
+            min=1, metavar="N", help="Colour each tile by the rank that computes it, among so many."
+        ),
     ] = None,
     layout: LayoutName = "auto",
     schedule: ScheduleName = "exchange",
     heads: Heads = 1,
     batch: Batch = 1,
-    head: Annotated[int, typer.Option(min=0, help="Which head to show.")] = 0,
-    element: Annotated[int, typer.Option(min=0, help="Which batch element to show.")] = 0,
+    head: Annotated[int, typer.Option(min=0, metavar="N", help="Which head to show.")] = 0,
+    element: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Which batch element to show.")
+    ] = 0,
     block_size: Annotated[
         int | None,
         typer.Option(
@@ -55,11 +60,11 @@ def show(
     ] = None,
     size: Annotated[
         int | None,
-        typer.Option(min=2, help="Pixels of the picture's side; the terminal's if not given."),
+        typer.Option(
+            min=2, metavar="N", help="Pixels of the picture's side; the terminal's if not given."
+        ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write a .png or .svg file instead.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, unset("FILE", "Write a .png or .svg file instead.")] = None,
     as_json: Json = False,
     debug: Debug = False,  # noqa: ARG001
 ) -> None:

@@ -41,12 +41,14 @@ def train(
         str | None,
         unset("PATH", "A file or a folder of text; Python's standard library unless given."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the run.")] = 100,
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Optimizer steps of the run.")
+    ] = 100,
     tokens: Annotated[
         int,
         typer.Option(parser=size_of_option, metavar="SIZE", help="Length of a sequence."),
     ] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of a step.")] = 1,
     document_tokens: Annotated[
         int,
         typer.Option(
@@ -62,22 +64,31 @@ def train(
             "exit code is 1 if they differ by more than rounding.",
         ),
     ] = False,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    seed: Annotated[int, typer.Option(help="For weights and the order of documents.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    lr: Annotated[float, typer.Option(metavar="RATE", help="Peak learning rate.")] = 3e-3,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="For weights and the order of documents.")
+    ] = 0,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda.")] = "cpu",
     timeout: Annotated[
-        float, typer.Option(help="Seconds after which a rank that waits for another gives up.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Seconds after which a rank that waits for another gives up."
+        ),
     ] = 600.0,
-    dim: Annotated[int, typer.Option(help="Width.", rich_help_panel=_MODEL)] = 128,
-    layers: Annotated[int, typer.Option(help="Layers.", rich_help_panel=_MODEL)] = 4,
-    heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=_MODEL)] = 4,
-    kv_heads: Annotated[int, typer.Option(help="Key-value heads.", rich_help_panel=_MODEL)] = 2,
+    dim: Annotated[int, typer.Option(metavar="N", help="Width.", rich_help_panel=_MODEL)] = 128,
+    layers: Annotated[int, typer.Option(metavar="N", help="Layers.", rich_help_panel=_MODEL)] = 4,
+    heads: Annotated[
+        int, typer.Option(metavar="N", help="Query heads.", rich_help_panel=_MODEL)
+    ] = 4,
+    kv_heads: Annotated[
+        int, typer.Option(metavar="N", help="Key-value heads.", rich_help_panel=_MODEL)
+    ] = 2,
     window: Annotated[
         int | None,
-        unset(None, "Every other layer sees only so many tokens back.", rich_help_panel=_MODEL),
+        unset("N", "Every other layer sees only so many tokens back.", rich_help_panel=_MODEL),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="float32 or float64.", rich_help_panel=_MODEL)
+        str, typer.Option(metavar="TYPE", help="float32 or float64.", rich_help_panel=_MODEL)
     ] = "float32",
     autocast: Annotated[
         str | None,
@@ -101,21 +112,23 @@ def train(
         ),
     ] = False,
     checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints.", rich_help_panel=_PLACE)
+        int, typer.Option(metavar="N", help="Steps between checkpoints.", rich_help_panel=_PLACE)
     ] = 25,
     eval_every: Annotated[
-        int, typer.Option(help="Steps between evaluations.", rich_help_panel=_PLACE)
+        int, typer.Option(metavar="N", help="Steps between evaluations.", rich_help_panel=_PLACE)
     ] = 25,
     eval_sequences: Annotated[
         int,
         typer.Option(
-            help="Held-out sequences of an evaluation; 0 for none.", rich_help_panel=_PLACE
+            metavar="N",
+            help="Held-out sequences of an evaluation; 0 for none.",
+            rich_help_panel=_PLACE,
         ),
     ] = 2,
     stop_after: Annotated[
         int | None,
         unset(
-            None,
+            "STEP",
             "Save and end after this step; the same command without it goes on.",
             rich_help_panel=_PLACE,
         ),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote, require_function
 from flexcp.tools.cli.options import FLAG, FUNCTION, Debug, Json, Tokens, unset
 
 
@@ -23,7 +24,9 @@ def verify(
         ),
     ],
     tokens: Tokens = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share the sequence.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Ranks that share the sequence.")
+    ] = 2,
     mask: Annotated[
         str | None,
         unset("MASK", "What may attend, as for `flexcp plan`. By default what the model says."),
@@ -46,21 +49,29 @@ def verify(
         str | None,
         unset(FUNCTION, "A function that returns the whole batch; random tokens by default."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a random batch.")] = 1,
+    batch_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sequences of a random batch.")
+    ] = 1,
     gradients: Annotated[
         str,
-        typer.Option(help="What becomes of the ranks' gradients: summed, averaged or reduced."),
+        typer.Option(
+            metavar="WAY", help="What becomes of the ranks' gradients: summed, averaged or reduced."
+        ),
     ] = "summed",
     dtype: Annotated[
-        str, typer.Option(help="Type to convert the model to; `model` leaves it.")
+        str, typer.Option(metavar="TYPE", help="Type to convert the model to; `model` leaves it.")
     ] = "auto",
-    layout: Annotated[str, typer.Option(help="As for `flexcp plan`; without --step.")] = "auto",
-    schedule: Annotated[str, typer.Option(help="As for `flexcp plan`; without --step.")] = "auto",
+    layout: Annotated[
+        str, typer.Option(metavar="NAME", help="As for `flexcp plan`; without --step.")
+    ] = "auto",
+    schedule: Annotated[
+        str, typer.Option(metavar="NAME", help="As for `flexcp plan`; without --step.")
+    ] = "auto",
     real: Annotated[
         bool,
         typer.Option("--real", metavar=FLAG, help="Ranks are processes over gloo, not simulated."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="For weights and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="For weights and tokens.")] = 0,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -83,7 +94,11 @@ def verify(
     from flexcp.tools.import_by_name import import_name
     from flexcp.tools.verify import verify as run
 
-    whole = None if batch is None else import_name(batch)()
+    whole = None
+    if batch is not None:
+        made_by = import_name(batch)
+        require_function("--batch as a function without arguments", made_by, 0, "name another")
+        whole = made_by()
     tokens = _length_of(whole, tokens)
     rule: Any = None
     if mask is not None:
@@ -109,7 +124,8 @@ def verify(
         seed=seed,
         **size,
     )
-    print(verdict.to_json() if as_json else verdict)
+    columns = get_terminal_size((120, 24)).columns
+    print(verdict.to_json() if as_json else verdict.to_text(columns))
     if verdict.error is not None and debug:
         raise verdict.error
     if not verdict.passed:
@@ -143,5 +159,5 @@ def _lengths(text: str | None) -> Sequence[int]:
         return []
     parts = text.replace("[", "").replace("]", "").split(",")
     if not all(part.strip().isdigit() for part in parts):
-        raise FlexCPError("lengths of documents", repr(text), "such as --documents 40,25,32")
+        raise FlexCPError("lengths of documents", quote(text), "such as --documents 40,25,32")
     return [int(part) for part in parts]

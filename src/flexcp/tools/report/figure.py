@@ -7,6 +7,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from flexcp.errors import require, writing
 from flexcp.plan import Plan
 from flexcp.tools.report.palette import hexadecimal, rank_colours
 from flexcp.tools.report.picture import picture_by_rank
@@ -37,7 +38,9 @@ def save_figure(plan: Plan, path: str | Path, *, mask: str | None = None, title:
     ...     save_figure(plan, f"{folder}/plan.svg").read_text()[:4]
     '<svg'
     """
-    name = mask if mask is not None else next(iter(plan.grids))
+    require("plan", plan, Plan, "make one with flexcp.make_plan")
+    require("title", title, str, "pass a text, or leave it out")
+    name = next(iter(plan.grids)) if mask is None else plan.mask_name(mask)
     grid, schedule, stats = plan.grids[name], plan.schedules[name], plan.stats()
     title = printable(title) or name or grid.mask.name
     width, height = _MARGIN + _SIDE + 48 + _BARS + 12, _TOP + _SIDE + 74
@@ -82,9 +85,9 @@ def save_figure(plan: Plan, path: str | Path, *, mask: str | None = None, title:
         ),
         "</svg>\n",
     ]
-    path = Path(path)
-    path.write_text("\n".join(parts), encoding="utf-8")
-    return path
+    with writing(path) as file:
+        file.write_text("\n".join(parts), encoding="utf-8")
+    return file
 
 
 def _axis(tokens: int) -> list[str]:

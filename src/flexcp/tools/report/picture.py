@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexcp.errors import FlexCPError, as_whole, quote, require, whole_number, writing
 from flexcp.grid import BlockGrid
 from flexcp.grid.picture import as_text, coverage
 from flexcp.layout import Layout
@@ -48,6 +49,10 @@ class Picture:
                 the 256 colours of older terminals. Without, blocks of shade; or, painted by rank,
                 a digit or letter for each rank.
         """
+        if not isinstance(colour, bool) and as_whole(colour) not in (8, 24):
+            raise FlexCPError(
+                "colour to be True, False, 24 or 8", quote(colour), "pass how many bits it has"
+            )
         if colour:
             empty = self.share <= 1e-9
             return _half_blocks(self.pixels(), empty, 8 if int(colour) == 8 else 24)
@@ -60,22 +65,24 @@ class Picture:
 
     def save_png(self, path: str | Path, *, scale: int = 1) -> Path:
         """Writes a PNG file in which each pixel is `scale` wide."""
+        scale = whole_number("scale", scale, at_least=1, at_most=256, fix="pass scale=1 or more")
         pixels = self.pixels().repeat_interleave(scale, 0).repeat_interleave(scale, 1)
         return write_png(pixels, path)
 
     def save_svg(self, path: str | Path, *, size: int = 512) -> Path:
         """Writes an SVG file: one rectangle for each stretch of equal pixels in a line."""
         height, width = self.share.shape
-        path = Path(path)
-        path.write_text(
+        size = whole_number("size", size, at_least=1, at_most=_MOST_PIXELS, fix="pass size=512")
+        text = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" '
             f'height="{size * height // width}" viewBox="0 0 {width} {height}" '
             f'shape-rendering="crispEdges"><title>{escape(self.title)}</title>'
             + self.svg_shapes()
-            + "</svg>\n",
-            encoding="utf-8",
+            + "</svg>\n"
         )
-        return path
+        with writing(path) as file:
+            file.write_text(text, encoding="utf-8")
+        return file
 
     def svg_shapes(self) -> str:
         """SVG rectangles on a background, one unit to a pixel."""
@@ -124,8 +131,24 @@ def picture_of(
     ██████
     ████████
     """
+    height, width = _require_picture(grid, height, width, title)
     share = coverage(grid.plane(b, h), height, width)
     return Picture(share, title or grid.mask.name)
+
+
+_MOST_PIXELS = 1 << 14
+"""Along a side of a picture."""
+
+
+def _require_picture(grid: object, height: object, width: object, title: object) -> tuple[int, int]:
+    require("grid", grid, BlockGrid, "make one with flexcp.build_block_grid")
+    require("title", title, str, "pass what the picture shows")
+    fix = "pass a number of pixels"
+    high, wide = (
+        whole_number(name, value, at_least=1, at_most=_MOST_PIXELS, fix=fix)
+        for name, value in (("height", height), ("width", width))
+    )
+    return high, wide
 
 
 def picture_by_rank(
@@ -157,6 +180,16 @@ def picture_by_rank(
     0000000
     00000000
     """
+    height, width = _require_picture(grid, height, width, title)
+    require("layout", layout, Layout, "pass plan.layout")
+    if layout.seq_len != grid.q_len:
+        raise FlexCPError(
+            f"a layout of the grid's {grid.q_len} queries",
+            f"one of {layout.seq_len} tokens",
+            "pass the layout and the grid of one plan",
+        )
+    fix = "pass how many ranks share heads"
+    group_size = whole_number("group_size", group_size, at_least=1, at_most=layout.ranks, fix=fix)
     runs = grid.plane(b, h)
     high, wide = min(height, runs.rows), min(width, runs.cols)
     share = coverage(runs, height, width)
@@ -186,9 +219,9 @@ def write_png(pixels: Tensor, path: str | Path) -> Path:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(bytes(lines.flatten().tolist()), 9)
     chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
-    path = Path(path)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
-    return path
+    with writing(path) as file:
+        file.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    return file
 
 
 def _half_blocks(pixels: Tensor, empty: Tensor, bits: int) -> str:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
+from flexcp.errors import require, writing
 from flexcp.plan import Plan
 from flexcp.tools.report.figure import printable
 from flexcp.tools.report.report_data import report_data
@@ -41,11 +42,10 @@ def save_report(
     ...     save_report(plan, f"{folder}/report.html").stat().st_size > 10_000
     True
     """
-    path = Path(path)
-    path.write_text(
-        report_page(plan, title=title, notes=notes, compared=compared), encoding="utf-8"
-    )
-    return path
+    with writing(path) as file:
+        page = report_page(plan, title=title, notes=notes, compared=compared)
+        file.write_text(page, encoding="utf-8")
+    return file
 
 
 def report_page(
@@ -56,6 +56,15 @@ def report_page(
     compared: Sequence[Strategy] | None = None,
 ) -> str:
     """The page's text; see `save_report`."""
+    require("plan", plan, Plan, "make one with flexcp.make_plan")
+    require("title", title, str, "pass a text, or leave it out")
+    require("notes", notes, (list, tuple), "pass a list of texts")
+    for note in notes:
+        require("each of the notes", note, str, "pass a list of texts")
+    if compared is not None:
+        require("compared", compared, (list, tuple), "pass what report.strategies returns")
+        for strategy in compared:
+            require("each strategy", strategy, Strategy, "pass what report.strategies returns")
     title = printable(title) or ", ".join(
         name or grid.mask.name for name, grid in plan.grids.items()
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flexcp.errors import FlexCPError, require, told
 from flexcp.plan import Plan, make_plan
 
 
@@ -86,6 +87,9 @@ def strategies(plan: Plan, say: Callable[[str], None] | None = None) -> list[Str
     >>> [s.name for s in strategies(plan)][:2]
     ['Balanced + exchange at once, kept', 'PTRR all-gather']
     """
+    require("plan", plan, Plan, "make one with flexcp.make_plan")
+    if say is not None and not callable(say):
+        raise FlexCPError("say as a function of a text", told(say), "pass print, or leave it out")
     if plan.ranks.size == 1:
         return [chosen_strategy(plan)]
     shape = plan.shape

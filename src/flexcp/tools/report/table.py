@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexcp.errors import FlexCPError, quote, require
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns padded to equal width; numbers to the right.
@@ -14,7 +16,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     | causal |  8 |
     | window | 14 |
     """
-    cells = [[str(x) for x in row] for row in rows]
+    require("header", header, (list, tuple), "pass a list of texts")
+    require("rows", rows, (list, tuple), "pass a list of rows, each a list of cells")
+    for name in header:
+        require("each cell of the header", name, str, "pass a list of texts")
+    for row in rows:
+        require("each row", row, (list, tuple), "pass a list of cells")
+        if len(row) != len(header):
+            raise FlexCPError(
+                f"rows of {len(header)} cells, as the header has", f"{len(row)}", "fill all of them"
+            )
+    cells = [
+        [str(x) if isinstance(x, str | int | float) else quote(x) for x in row] for row in rows
+    ]
     numeric = [all(_is_number(row[i]) for row in cells) and bool(cells) for i in range(len(header))]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote
 from flexcp.tools.train.config import TrainConfig
 
 NAME = "checkpoint.pt"
@@ -146,10 +146,10 @@ def reserved(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
         raise FlexCPError(
             "an --out folder that can be written",
-            f"{folder} ({error.strerror})",
+            f"{quote(str(folder))} ({getattr(error, 'strerror', None) or error})",
             "choose another --out",
         ) from error
     with lock:

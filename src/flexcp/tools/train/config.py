@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, quote, require, whole_number
 
 HARMLESS = (
     "data", "out", "layout", "schedule", "head_ranks", "device", "checkpoint_every", "eval_every",
@@ -112,6 +112,10 @@ got 3 heads; pass --kv-heads 1, or --heads 2
                 _refuse(name, " or ".join(allowed), getattr(self, name))
         if self.autocast not in (None, "bfloat16"):
             _refuse("autocast", "bfloat16", self.autocast)
+        if (self.layout, self.schedule) != ("auto", "auto"):
+            from flexcp.plan.make import require_names
+
+            require_names(self.layout, self.schedule)
         if self.heads % self.kv_heads:
             raise FlexCPError(
                 f"query heads that are a multiple of the {self.kv_heads} key-value heads",
@@ -132,8 +136,7 @@ got 3 heads; pass --kv-heads 1, or --heads 2
 
     def require_ranks(self, ranks: int) -> None:
         """Raises if the run can't be shared by so many ranks."""
-        if ranks < 1:
-            raise FlexCPError("at least 1 rank", str(ranks), "pass --ranks 2")
+        ranks = whole_number("ranks", ranks, at_least=1, at_most=4096, fix="pass --ranks 2")
         if self.tokens < ranks:
             raise FlexCPError(
                 f"at least one token for each of {ranks} ranks",
@@ -173,7 +176,14 @@ got 3 heads; pass --kv-heads 1, or --heads 2
     def from_json(cls, text: str) -> TrainConfig:
         """What `to_json` wrote."""
         known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in json.loads(text).items() if k in known})
+        fix = "pass what TrainConfig.to_json wrote"
+        require("text", text, str, fix)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            raise FlexCPError("settings as JSON", quote(text), fix) from None
+        require("what the JSON has", content, dict, fix)
+        return cls(**{k: v for k, v in content.items() if k in known})
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -192,11 +202,12 @@ def _require_kind(name: str, kind: str, value: object) -> None:
         return
     types, words = _KINDS[kind.split(" ")[0]]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        _refuse(name, words, repr(value))
-    if isinstance(value, int) and abs(value) > _MOST and name != "seed":
-        _refuse(name, f"at most {_MOST:,}", value)
+        _refuse(name, words, quote(value))
+    if isinstance(value, int) and abs(value) > (2**63 - 1 if name == "seed" else _MOST):
+        _refuse(name, "of 64 bits" if name == "seed" else f"at most {_MOST:,}", quote(value))
 
 
 def _refuse(name: str, wanted: str, value: object) -> None:
     option = "--" + name.replace("_", "-")
-    raise FlexCPError(f"{option} to be {wanted}", str(value), f"change {option}")
+    told = str(value) if len(str(value)) < 100 else quote(value)
+    raise FlexCPError(f"{option} to be {wanted}", told, f"change {option}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -41,21 +42,19 @@ class Record:
             if event is not None and event.step <= done:
                 kept.append(line)
                 record._remember(event)
-        beside = folder / f"{METRICS}.new"
-        beside.write_text("".join(f"{line}\n" for line in kept))
-        beside.replace(path)
+        _replace(path, "".join(f"{line}\n" for line in kept))
         return record
 
     def add(self, event: Stepped | Evaluated | Compared) -> None:
         """Appends a line."""
         self._remember(event)
-        with (self.folder / METRICS).open("a") as file:
+        with _room_for(self.folder / METRICS), (self.folder / METRICS).open("a") as file:
             file.write(to_line(event) + "\n")
 
     def draw(self) -> Path:
         """Writes the loss curve."""
         path = self.folder / CURVE
-        path.write_text(loss_svg(self.steps, self.evaluations))
+        _replace(path, loss_svg(self.steps, self.evaluations))
         return path
 
     def _remember(self, event: Event) -> None:
@@ -63,6 +62,30 @@ class Record:
             self.steps.append(event)
         elif isinstance(event, Evaluated):
             self.evaluations.append(event)
+
+
+@contextmanager
+def _room_for(path: Path) -> Iterator[None]:
+    """A full disk as an error that says what is kept."""
+    try:
+        yield
+    except OSError as error:
+        raise FlexCPError(
+            f"room for {path}",
+            error.strerror or str(error),
+            "make room and go on: the last checkpoint is kept",
+        ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that is whole or as it was, and leaves nothing beside it."""
+    beside = path.with_name(f"{path.name}.new")
+    with _room_for(path):
+        try:
+            beside.write_text(text)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def _parsed(line: str) -> Stepped | Evaluated | Compared | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, is_there, quote, require, whole_number
 
 BEGIN = 256
 """The token that begins a document; the others are its bytes."""
@@ -93,6 +93,13 @@ class PackedDocuments:
     """Decides the order."""
     _ends: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        require("documents", self.documents, (list, tuple), "pass load_corpus(...).train")
+        for document in self.documents:
+            require("each document", document, Document, "pass load_corpus(...).train")
+        if not self.epoch_tokens:
+            raise FlexCPError("documents with tokens", "none", "pass load_corpus(...).train")
+
     @property
     def epoch_tokens(self) -> int:
         """Tokens of all documents."""
@@ -100,11 +107,18 @@ class PackedDocuments:
 
     def batch(self, step: int, batch: int, tokens: int) -> PackedBatch:
         """The batch of a step: the next batch * tokens tokens of the stream."""
+        step, batch = (
+            whole_number(name, value, at_least=least, fix="pass a step, and sizes of a batch")
+            for name, value, least in (("step", step, 0), ("batch", batch, 1))
+        )
         rows = [self.sequence(step * batch + b, tokens) for b in range(batch)]
         return PackedBatch(torch.stack([r[0] for r in rows]), tuple(r[1] for r in rows))
 
     def sequence(self, index: int, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
         """int64 [tokens], and the lengths of the documents in it."""
+        fix = "pass which sequence of the stream, and its length"
+        index = whole_number("index", index, at_least=0, fix=fix)
+        tokens = whole_number("tokens", tokens, at_least=1, at_most=10**9, fix=fix)
         parts: list[Tensor] = []
         at, end = index * tokens, (index + 1) * tokens
         while at < end:
@@ -141,10 +155,17 @@ def load_corpus(data: str | None, seed: int, *, longest: int) -> Corpus:
         seed: Decides which documents are held out.
         longest: Tokens of a document.
     """
+    fix = "pass the file or folder, a seed, and the tokens of a document"
+    if data is not None:
+        require("data", data, (str, Path), fix)
+    whole_number("seed", seed, at_least=-(2**63), fix=fix)
+    longest = whole_number("longest", longest, at_least=1, fix=fix)
     root = Path(sysconfig.get_path("stdlib")) if data is None else Path(data)
-    if not root.exists():
+    if not is_there(root):
         raise FlexCPError(
-            "a file or a folder of text", f"{root}, which does not exist", "pass another --data"
+            "a file or a folder of text",
+            f"{quote(str(root))}, which does not exist",
+            "pass another --data",
         )
     paths = [root] if root.is_file() else _files(root, only_python=data is None)
     documents = [Document(p, 0, p.stat().st_size) for p in paths]
@@ -183,8 +204,15 @@ def _files(root: Path, *, only_python: bool) -> list[Path]:
 
 
 def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(4096)
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(4096)
+    except OSError as error:
+        raise FlexCPError(
+            "files that can be read, in the folder of the text",
+            f"{quote(str(path))} ({error.strerror})",
+            "pass another --data",
+        ) from None
 
 
 def _parts(documents: tuple[Document, ...], longest: int) -> tuple[Document, ...]:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexcp.batch import document_ids
 from flexcp.comm.simulated import RankError
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, check_flags
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, causal, document
 from flexcp.tools.verify.evidence import Convention, Evidence, Probe
@@ -30,7 +31,13 @@ from flexcp.tools.verify.observe import Observation
 from flexcp.tools.verify.plain import Plain
 from flexcp.tools.verify.probes import Numbering, perturbed, tokens_name, unevenly_scored
 from flexcp.tools.verify.receptive_field import ReceptiveField
-from flexcp.tools.verify.requests import document_ids, require, require_used, whole_batch
+from flexcp.tools.verify.requests import (
+    require,
+    require_kinds,
+    require_sizes,
+    require_used,
+    whole_batch,
+)
 from flexcp.tools.verify.run import Job, Parallel, Single, StepRunner
 from flexcp.tools.verify.scoring import check_labels, check_loss, check_scaling
 from flexcp.tools.verify.verdict import Check, Verdict
@@ -130,11 +137,14 @@ def verify(
     True
     """
     require(world_size, ranks, gradients, losses)
+    require_sizes(seq_len, batch_size, seed, timeout)
+    require_kinds(parallel, single, dtype, layout, schedule)
+    check_flags(restart_positions=restart_positions)
     built = build_model(model, dtype, seed)
     whole = whole_batch(built, batch, documents, (batch_size, seq_len), seed)
     name = tokens_name(whole)
     tokens: Tensor = whole[name]
-    ids = None if documents is None else document_ids(documents, tokens)
+    ids = None if documents is None else document_ids(documents, tokens.shape[1])
     require_used(
         parallel is not None,
         single is not None,

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from flexcp.batch import positions_within
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, did_you_mean, is_there, quote
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, document
 
@@ -60,7 +60,7 @@ def from_transformers(named: Any) -> nn.Module:
     except ImportError:
         raise FlexCPError(
             "the transformers package, for a model by name",
-            f"{named!r} without it",
+            f"{quote(named)} without it",
             "pip install flexcp[transformers], or pass a factory: package.module:function",
         ) from None
     config = _configuration(named) if isinstance(named, (str, Path)) else named
@@ -78,15 +78,24 @@ def from_transformers(named: Any) -> nn.Module:
 def _configuration(named: str | Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if Path(named).exists():
-        return AutoConfig.from_pretrained(str(named), local_files_only=True)
+    if str(named) not in ("", ".") and is_there(Path(named)):
+        try:
+            return AutoConfig.from_pretrained(str(named), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise FlexCPError(
+                f"a configuration of Transformers in {quote(str(named))}",
+                str(error).splitlines()[0][:200],
+                "name a folder with a config.json, or that file",
+            ) from None
     kind = str(named).replace("-", "_")
     if kind not in CONFIG_MAPPING:
-        close = [k for k in CONFIG_MAPPING if kind.split("_")[0][:4] in k][:8]
+        stem = kind.split("_")[0][:4]
+        close = [k for k in CONFIG_MAPPING if stem and stem in k][:8]
         raise FlexCPError(
             "a model type of Transformers, a folder with a config.json, or package.module:factory",
-            repr(str(named)),
-            f"perhaps {', '.join(close)}" if close else "such as llama, qwen3 or gemma3_text",
+            quote(str(named)),
+            did_you_mean(kind, CONFIG_MAPPING)
+            or (f"perhaps {', '.join(close)}" if close else "such as llama, qwen3 or gemma3_text"),
         )
     return tiny_configuration(CONFIG_MAPPING[kind])
 

@@ -120,7 +120,9 @@ def check_order(evidence: Evidence) -> Check:
                 )
     if not seen:
         return not_observed("order", "flexcp.attention was not called")
-    return Check("order", "passed", f"{seen} calls of attention take rows for what they are", 0, 0)
+    return Check(
+        "order", "passed", f"attention finds all rows in their places, in {seen} calls", 0, 0
+    )
 
 
 def check_positions(evidence: Evidence) -> Check:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, require_function, told
 from flexcp.tools.import_by_name import import_name
 from flexcp.tools.verify.hf import from_transformers, is_transformers
 
@@ -25,23 +25,27 @@ def build_model(model: Any, dtype: torch.dtype | Literal["auto"] | None, seed: i
     elif isinstance(model, (str, Path)) or hasattr(model, "model_type"):
         built = from_transformers(model)
     elif callable(model):
+        require_function("a function without arguments that builds the model", model, 0, _BUILD)
         built = model()
     else:
         raise FlexCPError(
             "a model, a function that builds one, or a name",
-            f"{model!r} of type {type(model).__name__}",
+            told(model),
             'pass such as my_package.models:make_tiny, "llama", or a function',
         )
     if not isinstance(built, nn.Module):
         raise FlexCPError(
             "a factory that returns an nn.Module",
             f"{type(built).__name__}",
-            "pass a function without arguments that builds the model",
+            _BUILD,
         )
     if dtype == "auto":
         dtype = torch.float32 if is_transformers(built) else torch.float64
     _wake(built)
     return built if dtype is None else built.to(dtype)
+
+
+_BUILD = "pass a function without arguments that builds the model"
 
 
 def _wake(model: nn.Module) -> None:

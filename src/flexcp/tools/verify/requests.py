@@ -3,31 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError
+from flexcp.batch import document_ids
+from flexcp.errors import FlexCPError, finite_number, quote, told, whole_number, whole_shape
 from flexcp.masks import ids_from_lengths
+from flexcp.plan.make import require_names
 from flexcp.tools.verify.models import random_batch, require_batch
 
 
 def require(world_size: object, ranks: object, gradients: object, losses: object) -> None:
     """Refuses what no run could honour."""
-    shape = world_size if isinstance(world_size, tuple) else (world_size,)
-    if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
+    shape = whole_shape(world_size)
+    if not shape or min(shape) < 1 or prod(shape) > _MOST_RANKS:
         raise FlexCPError(
-            "at least 1 rank", repr(world_size), "pass world_size=2 or more, or a shape as (2, 2)"
+            f"at least 1 rank, and at most {_MOST_RANKS}",
+            quote(world_size),
+            "pass world_size=2 or more, or a shape as (2, 2)",
         )
-    if ranks not in ("simulated", "gloo"):
-        raise FlexCPError('ranks to be "simulated" or "gloo"', repr(ranks), "pass one of the two")
-    for what, value in (("gradients", gradients), ("losses", losses or gradients)):
-        if value not in ("summed", "averaged", "reduced"):
+    if not isinstance(ranks, str) or ranks not in ("simulated", "gloo"):
+        raise FlexCPError('ranks to be "simulated" or "gloo"', quote(ranks), "pass one of the two")
+    for what, value in (
+        ("gradients", gradients),
+        ("losses", gradients if losses is None else losses),
+    ):
+        if not isinstance(value, str) or value not in ("summed", "averaged", "reduced"):
             raise FlexCPError(
                 f'{what} to be "summed", "averaged" or "reduced"',
-                repr(value),
+                quote(value),
                 "say what your trainer does with those of the ranks",
             )
+
+
+_MOST_RANKS = 256
+"""Each takes a copy of the model."""
+
+
+def require_sizes(seq_len: object, batch_size: object, seed: object, timeout: object) -> None:
+    """Refuses sizes of a random batch, and times, that nothing can be done with."""
+    fix = "pass the size of a small batch: mistakes don't depend on size"
+    whole_number("seq_len", seq_len, at_least=1, at_most=1 << 20, fix=fix)
+    whole_number("batch_size", batch_size, at_least=1, at_most=1 << 20, fix=fix)
+    whole_number("seed", seed, at_least=-(2**63), fix="pass an integer of 64 bits")
+    finite_number("timeout", timeout, fix="pass seconds", least=1e-3, most=1e7)
+
+
+def require_kinds(
+    parallel: object, single: object, dtype: object, layout: Any, schedule: Any
+) -> None:
+    """Refuses what is no step, type, layout or schedule."""
+    for name, step in (("parallel", parallel), ("single", single)):
+        if step is not None and not callable(step):
+            raise FlexCPError(f"{name} as a function that returns a loss", told(step), "pass one")
+    is_type = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if not is_type and not (dtype is None or (isinstance(dtype, str) and dtype == "auto")):
+        raise FlexCPError(
+            'dtype to be a floating-point type of torch, None or "auto"',
+            quote(dtype),
+            "pass the type to convert the model to; None leaves it",
+        )
+    require_names(layout, schedule)
 
 
 def require_used(has_step: bool, has_single: bool, gradients: str, given: dict[str, bool]) -> None:
@@ -61,22 +100,10 @@ def whole_batch(
     """The batch that was given, or a random one, as long as the documents are."""
     if batch is not None:
         return require_batch(batch)
-    if isinstance(documents, Tensor):
-        shape = (shape[0], documents.shape[-1])
-    elif documents is not None:
-        shape = (shape[0], int(ids_from_lengths(documents).shape[-1]))
+    if documents is not None:
+        by_token = isinstance(documents, Tensor) and not documents.is_nested
+        by_token = by_token and documents.dim() in (1, 2)  # type: ignore[union-attr]
+        length = documents.shape[-1] if by_token else 0  # type: ignore[union-attr]
+        ids = ids_from_lengths(documents) if not length else document_ids(documents, length)
+        shape = (shape[0], int(ids.shape[-1]))
     return random_batch(model, shape, seed)
-
-
-def document_ids(documents: Tensor | Sequence[int], tokens: Tensor) -> Tensor:
-    """int64 [S] or [B, S] from ids or lengths, as long as the batch is."""
-    ids = documents
-    if not isinstance(ids, Tensor) or ids.shape[-1] != tokens.shape[1]:
-        ids = ids_from_lengths(ids)
-    if ids.shape[-1] != tokens.shape[1]:
-        raise FlexCPError(
-            f"documents that cover the {tokens.shape[1]} tokens of the batch",
-            f"{ids.shape[-1]} tokens",
-            "pass one id per token, or lengths that add up to the sequence's length",
-        )
-    return ids

@@ -156,12 +156,16 @@ def check_scaling(evidence: Evidence) -> Check:
         ),
         max(off),
         limit,
-        f"rank {rank}, which scores {counts[rank]} of {sum(counts)} tokens",
+        f"rank {rank}, which scores {counts[rank]} of {sum(counts)} tokens"
+        + ("" if evidence.uneven_alone is None else _UNEVEN),
         _weight_cause(evidence, dict(known), counts, best),
         "divide the sum of a rank's losses by the number of scored tokens of the whole batch: "
         "flexcp.cross_entropy(logits, labels, num_scored) with what flexcp.shard_batch returns; if "
         'the trainer averages gradients, pass gradients="averaged" there and here',
     )
+
+
+_UNEVEN = " in a second run, where more labels are ignored so that ranks score unequal numbers"
 
 
 def _weight_cause(
@@ -206,6 +210,11 @@ def check_loss(evidence: Evidence) -> Check:
                 if _loss_error(losses, expected, w) <= evidence.loss_precision
             ]
             cause = "the losses of the ranks don't make up that of one process"
+            if _are_means(losses, expected, evidence.losses):
+                cause = (
+                    "each rank's loss is about that of one process: most likely a mean over the "
+                    "rank's own tokens"
+                )
             if fits:
                 cause = f"the losses of the ranks are to be {fits[0]}, not {evidence.losses}"
             return Check(
@@ -224,6 +233,12 @@ def check_loss(evidence: Evidence) -> Check:
             )
         worst = max(worst, error)
     return Check("loss", "passed", f"{evidence.losses}: {text}", worst, evidence.loss_precision)
+
+
+def _are_means(losses: Sequence[float], expected: float, way: str) -> bool:
+    """Whether losses that are to be summed are as large as their sum should be, each of them."""
+    close = all(abs(x - expected) < 0.2 * abs(expected) for x in losses)
+    return way == "summed" and len(losses) > 1 and close
 
 
 def apart(a: float, b: float) -> tuple[str, str]:

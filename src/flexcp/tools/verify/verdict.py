@@ -111,6 +111,17 @@ class Verdict:
         cells = [[*row, c.found] for row, c in zip(rows, self.checks, strict=True)]
         return _table(["check", "result", "measured", "allowed", "what was seen"], cells)
 
+    def _listed(self, columns: int) -> str:
+        """The checks without figures, for narrow terminals."""
+        names = max(len(c.name) for c in self.checks)
+        states = max(len(c.status) for c in self.checks)
+        lines = []
+        for check in self.checks:
+            begin = _line_of(check, names, states)
+            found, *more = wrap(check.found, max(20, columns - len(begin))) or [""]
+            lines += [begin + found, *(" " * len(begin) + line for line in more)]
+        return "\n".join(lines)
+
     def to_json(self) -> str:
         """Everything, for a program."""
         first = self.first_failure
@@ -129,18 +140,35 @@ class Verdict:
         return self
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, columns: int = 120) -> str:
+        """For a person, on a terminal so wide: a table if it fits, else a paragraph per check.
+
+        >>> print(Verdict((Check("loss", "passed", "summed: 2.5"),)).to_text(columns=30))
+        passed
+          passed  loss  summed: 2.5
+        """
         first = self.first_failure
         outcome = "passed" if first is None else f"FAILED at {first.name}"
-        lines = [f"{self.title}: {outcome}" if self.title else outcome, self.table()]
+        table = self.table()
+        if len(table.splitlines()[0]) > columns:
+            table = self._listed(columns)
+        lines = [f"{self.title}: {outcome}" if self.title else outcome, table]
         if first is not None:
             parts = {"where": first.where, "likely cause": first.cause, "fix": first.fix}
             lines += ["", f"first failure: {first.name}"]
             for label, text in parts.items():
                 if text:
-                    first_line, *others = wrap(text, 100) or [""]
+                    first_line, *others = wrap(text, max(20, min(100, columns - 16))) or [""]
                     lines.append(f"  {label:<13} {first_line}")
                     lines += [" " * 16 + line for line in others]
         return "\n".join(lines)
+
+
+def _line_of(check: Check, name_width: int, status_width: int) -> str:
+    status = check.status if check.passed else "FAILED"
+    return f"  {status:<{status_width}}  {check.name:<{name_width}}  "
 
 
 def _short(x: float | None) -> str:
