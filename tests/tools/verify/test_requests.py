@@ -144,3 +144,29 @@ def test_a_loss_that_is_not_a_number_is_named():
     assert failure.name == "repeatable"
     assert "the loss of one process is nan" in failure.found
     assert "a mean over no token" in failure.cause
+
+
+def test_a_verdict_fits_a_narrow_terminal():
+    found = "q and k of the first attention agree, as do those of all others"
+    bad = Check("loss", "failed", found, 1.0, 1e-10, "ranks have 1, 2", "a mean " * 20, "sum " * 30)
+    said = Verdict((Check("runs", "passed", found), bad), title="x").to_text(columns=60)
+    assert max(map(len, said.splitlines())) <= 60
+    assert "FAILED  loss" in said
+
+
+def test_losses_that_are_means_over_a_ranks_own_tokens_are_named_so_without_logits():
+    class Embedded(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(16, 16)
+
+    def mean_of_own(model, batch, mesh):
+        plan = flexcp.make_plan(masks.causal(), 40, mesh)
+        local = flexcp.shard_batch(batch, plan)
+        x = model.table(local["input_ids"])[:, None]
+        logits = flexcp.attention(x, x, x, plan)[:, 0]
+        return torch.nn.functional.cross_entropy(logits[0], local["labels"][0])
+
+    loss = flexcp.verify(Embedded, parallel=mean_of_own, seq_len=40)["loss"]
+    assert "a mean over the rank's own tokens" in loss.cause
+    assert loss.fix.startswith("return the sum of the rank's losses")

@@ -20,8 +20,9 @@ def require(world_size: object, ranks: object, gradients: object, losses: object
     """Refuses what no run could honour."""
     shape = whole_shape(world_size)
     if not shape or min(shape) < 1 or prod(shape) > _MOST_RANKS:
+        few = not shape or min(shape) < 1
         raise FlexCPError(
-            f"at least 1 rank, and at most {_MOST_RANKS}",
+            "at least 1 rank" if few else f"at most {_MOST_RANKS} ranks",
             quote(world_size),
             "pass world_size=2 or more, or a shape as (2, 2)",
         )
@@ -66,7 +67,8 @@ def require_kinds(
             quote(dtype),
             "pass the type to convert the model to; None leaves it",
         )
-    require_names(layout, schedule)
+    if parallel is None:
+        require_names(layout, schedule)
 
 
 def require_used(has_step: bool, has_single: bool, gradients: str, given: dict[str, bool]) -> None:
