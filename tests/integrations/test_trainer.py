@@ -123,7 +123,7 @@ def test_two_processes_train_and_evaluate_as_one(tmp_path, packed):
 
 
 FSDP2 = {
-    "fsdp": True,
+    "fsdp": "full_shard auto_wrap",
     "fsdp_config": {
         "version": 2,
         "fsdp_version": 2,

@@ -10,7 +10,6 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     BertModel,
-    Cohere2Config,
     DogeConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -18,11 +17,11 @@ from transformers import (
     LlamaConfig,
     LlamaForQuestionAnswering,
     LlamaForTokenClassification,
-    ModernBertConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    RobertaConfig,
     SmolLM3Config,
 )
 
@@ -89,11 +88,6 @@ def _smollm3():  # every third layer is without RoPE
     return AutoModelForCausalLM.from_config(config)
 
 
-def _cohere2():
-    config = Cohere2Config(**SIZES, sliding_window=9, layer_types=MIXED)
-    return AutoModelForCausalLM.from_config(config)
-
-
 def _gemma3n():
     config = Gemma3nTextConfig(
         **SIZES,
@@ -114,7 +108,6 @@ FAMILIES = {
     "qwen3-vl": _qwen3_vl,
     "gemma3-images": _gemma3_with_images,
     "smollm3": _smollm3,
-    "cohere2": _cohere2,
     "gemma3n": _gemma3n,
 }
 
@@ -160,16 +153,11 @@ def test_layers_may_have_heads_of_different_sizes():
     assert_same(simulate(lambda mesh: on_rank(model, mesh, batch), 3)[2], expected, batch)
 
 
+SMALL = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+
+
 def _bert(**changes):
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    return BertConfig(vocab_size=61, num_hidden_layers=1, **sizes, **changes)
-
-
-def _modern_bert():
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    named = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
-    named |= {"bos_token_id": 1, "eos_token_id": 2}
-    return ModernBertConfig(vocab_size=61, num_hidden_layers=1, **sizes, **named)
+    return BertConfig(vocab_size=61, num_hidden_layers=1, **SMALL, **changes)
 
 
 REFUSED = {
@@ -178,9 +166,11 @@ REFUSED = {
         lambda: AutoModelForMaskedLM.from_config(_bert()),
         "BertForMaskedLM, an encoder",
     ),
-    "modern-bert": (
-        lambda: AutoModelForMaskedLM.from_config(_modern_bert()),
-        "ModernBertForMaskedLM, an encoder",
+    "roberta": (
+        lambda: AutoModelForMaskedLM.from_config(
+            RobertaConfig(vocab_size=61, num_hidden_layers=1, **SMALL)
+        ),
+        "RobertaForMaskedLM, an encoder",
     ),
     "token-classes": (
         lambda: LlamaForTokenClassification(LlamaConfig(**SIZES)),
