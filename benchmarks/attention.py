@@ -40,7 +40,8 @@ from flexcp.ops import flex_attention
 
 HEADS, DIM = 8, 64
 MASKS = ("full", "causal", "documents", "window 1024", "prefix", "block-causal")
-MASKS += ("alibi", "softcap", "dropout")
+MASKS += ("alibi", "softcap", "bias table", "buckets")
+MASKS += ("dropout", "dropout full", "dropout documents", "dropout window 1024")
 MOST_FOR = {
     "SDPA bool mask": 8192,
     "FlexAttention compiled": 8192,
@@ -75,7 +76,7 @@ class Row:
 
 
 def make_mask(name: str, tokens: int) -> flexcp.Mask | None:
-    match name:
+    match name.removeprefix("dropout "):
         case "full":
             return None
         case "documents":
@@ -91,9 +92,14 @@ def make_mask(name: str, tokens: int) -> flexcp.Mask | None:
             return masks.causal()
 
 
-def make_score_mod(name: str) -> Callable[..., Tensor] | None:
+def make_score_mod(name: str, tokens: int) -> Callable[..., Tensor] | None:
     slopes = torch.exp2(-torch.arange(1, HEADS + 1.0))
+    biases, buckets = torch.randn(HEADS, tokens), torch.randn(32, HEADS)
     return {
+        "bias table": lambda score, b, h, q, kv: score + biases[h, (q - kv).abs()],
+        "buckets": lambda score, b, h, q, kv: (
+            score + buckets[torch.clamp((q - kv) // 64, 0, 31), h]
+        ),
         "alibi": lambda score, b, h, q, kv: score - slopes[h] * (q - kv),
         "softcap": lambda score, b, h, q, kv: 20.0 * torch.tanh(score / 20.0),
     }.get(name)
@@ -160,7 +166,7 @@ def competitors(
 ) -> tuple[dict[str, Call], flexcp.Mask | None, list[str]]:
     """Who runs this mask; the mask; and who is left out, and why."""
     tokens, shared = q.shape[2], k.shape[1] != q.shape[1]
-    mask, score_mod = make_mask(name, tokens), make_score_mod(name)
+    mask, score_mod = make_mask(name, tokens), make_score_mod(name, tokens)
     found: dict[str, Call] = {}
     left_out: list[str] = []
 
@@ -171,7 +177,7 @@ def competitors(
         else:
             found[who] = call
 
-    dropout = {"dropout_p": 0.1, "dropout_seed": 7} if name == "dropout" else {}
+    dropout = {"dropout_p": 0.1, "dropout_seed": 7} if name.startswith("dropout") else {}
     add(
         "flexcp",
         lambda: flex_attention(q, k, v, score_mod, mask, enable_gqa=True, **dropout),
