@@ -96,6 +96,14 @@ fused_layers: tuple[Any, ...] = (
     find("torch._native_multi_head_attention"),
 )
 
+
+def current_flash_attention_impl() -> str | None:
+    """Which FlashAttention torch calls; None for its own, the only one before 2.10."""
+    found = find("torch.nn.attention.current_flash_attention_impl")
+    name: str | None = None if isinstance(found, Absent) else found()
+    return name
+
+
 # torch.func.
 transforms_are_on: Callable[[], bool] = find("torch._C._are_functorch_transforms_active")
 innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpreter_stack")

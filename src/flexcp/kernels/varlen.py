@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.compiled_shapes import CompiledShapes
@@ -20,6 +19,7 @@ from flexcp.kernels.interface import Kernel, Partial, PartialGradients
 from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.score import ScoreMod
 from flexcp.kernels.varlen_calls import EVERYTHING, VarlenCall
+from flexcp.torch_names import current_flash_attention_impl
 
 VarlenForward = Callable[[Tensor, Tensor, Tensor, VarlenCall, float], tuple[Tensor, Tensor]]
 VarlenBackward = Callable[
