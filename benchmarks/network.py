@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from distributed import Contender, contender, one_process
 from namespaces import hosts, require_tools, run_on
-from torch_ring import ROTATIONS
 
 from flexcp.errors import FlexCPError
 from flexcp.plan import Machine
+from flexcp.tools.doctor.torch_ring import ROTATIONS
 
 MASKS = ("documents", "window 1024", "causal")
 PLACES = {"alone": 1, "nodes": 2}

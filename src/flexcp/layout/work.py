@@ -194,8 +194,12 @@ class Work:
 
 def _uncrossed(first: Tensor, last: Tensor) -> Tensor:
     """int64 [n] Positions such that no row before sees one from there on, nor the other way."""
-    before = np.maximum.accumulate(last.numpy())[:-1]
-    after = np.minimum.accumulate(first.numpy()[::-1])[-2::-1]
+    before, after = last.numpy(), first.numpy()
+    if (before[1:] < before[:-1]).any():
+        before = np.maximum.accumulate(before)
+    if (after[1:] < after[:-1]).any():
+        after = np.minimum.accumulate(after[::-1])[::-1]
+    before, after = before[:-1], after[1:]
     position = np.arange(1, first.numel())
     # No row before ends beyond its successor's first key, so that one comparison finds few.
     near = np.flatnonzero(before <= after)

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import take
 from flexcp.plan.machine import Machine
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.traffic import elements_per_row
@@ -55,8 +56,12 @@ def price(
     machine: Machine,
     shape: AttentionShape,
     record: Recorder | None = None,
+    known: dict[Pass, tuple[float, float, float]] | None = None,
 ) -> Cost:
-    """What a schedule costs on a machine; `record` is told what happens when."""
+    """What a schedule costs on a machine; `record` is told what happens when.
+
+    `known` has what passes took that other schedules for the same groups and work have too.
+    """
     slices, place = schedule.heads, _busiest(schedule)
     share = len(slices[place].q) / shape.num_heads
     row_bytes = shape.kv_bytes(len(slices[place].kv)) * elements_per_row(schedule, shape)
@@ -70,12 +75,19 @@ def price(
         ("forward", schedule.forward, 1.0),
         ("backward", schedule.backward, machine.backward),
     ):
-        if pairs is None or what.work is not schedule.forward.work or what.rounds != len(pairs):
-            pairs = profile.of_tasks(what.work, what.rounds)
-        work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
-        compute += float(work.sum(0).max())
-        if_even += float(work.sum(0).mean())
-        seconds.append(_play(what, work, links, partial(record, name) if record else None))
+        found = known.get(what) if known else None
+        if found is None:
+            if pairs is None or what.work is not schedule.forward.work or what.rounds != len(pairs):
+                pairs = profile.of_tasks(what.work, what.rounds)
+            work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
+            total = work.sum(0)
+            took = _play(what, work, links, partial(record, name) if record else None)
+            found = took, float(total.max()), float(total.mean())
+        if known is not None:
+            known[what] = found
+        seconds.append(found[0])
+        compute += found[1]
+        if_even += found[2]
     forward, backward = (a + b + c for a, b, c in zip(before, seconds, after, strict=True))
     return Cost(forward, backward, compute, if_even + sum(before) + sum(after))
 
@@ -140,6 +152,10 @@ def _both_ends(begin: Tensor, pairs: tuple[Tensor, Tensor] | None) -> Tensor:
     return begin.scatter_reduce(0, target, begin[source], "amax")
 
 
+_Times = tuple[Tensor, list[tuple[Tensor, Tensor] | None]]
+"""float64 [rounds, groups] Seconds; and sources and targets of each round that has any."""
+
+
 class _Links:
     """Seconds of transfers, by link."""
 
@@ -148,32 +164,41 @@ class _Links:
         self._node = torch.div(ranks, machine.ranks_per_node, rounding_mode="floor")
         self.machine = machine
         self._row_bytes = row_bytes
+        self._known: dict[tuple[Transfers, int], _Times] = {}
 
-    def times(
-        self, table: Transfers, rounds: int, groups: int
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor] | None]]:
-        """float64 [rounds, groups], and sources and targets of each round that has any."""
-        inter = self._node[table.source] != self._node[table.target]
+    def times(self, table: Transfers, rounds: int, groups: int) -> _Times:
+        """What the transfers of each round take each group."""
+        key = (table, rounds)
+        if key not in self._known:  # passes share tables
+            self._known[key] = self._times(table, rounds, groups)
+        return self._known[key]
+
+    def _times(self, table: Transfers, rounds: int, groups: int) -> _Times:
+        # The table is sorted by round, target and source: these change where a message begins.
+        new = torch.zeros(len(table), dtype=torch.bool)
+        new[:1] = True
+        for column in (table.round, table.target, table.source):
+            new[1:] |= column[1:] != column[:-1]
+        first = torch.nonzero(new).squeeze(1)
+        number, source, target = (take(x, first) for x in (table.round, table.source, table.target))
+        ends = torch.nn.functional.pad(table.rows.cumsum(0), (1, 0))
+        rows = ends[torch.cat([first[1:], torch.tensor([len(table)])])] - ends[first]
         size = rounds * groups
         seconds = torch.zeros(size, dtype=torch.float64)
+        inter = self._node[source] != self._node[target]
         for far, bandwidth in (
             (False, self.machine.intra_bandwidth),
             (True, self.machine.inter_bandwidth),
         ):
-            at = inter == far
-            for end in (table.source, table.target):
-                rows = torch.zeros(size, dtype=torch.int64)
-                rows.index_add_(0, (table.round * groups + end)[at], table.rows[at])
-                seconds = torch.maximum(seconds, rows * (self._row_bytes / bandwidth))
-        pairs = torch.stack([table.round, table.source, table.target])
-        new = torch.ones(len(table), dtype=torch.bool)
-        new[1:] = (pairs.diff(dim=1) != 0).any(0)  # the table is sorted by these
-        pairs = pairs[:, new]
-        messages = torch.zeros(size, dtype=torch.int64)
-        messages.index_add_(0, pairs[0] * groups + pairs[2], torch.ones_like(pairs[0]))
+            moved = torch.where(inter == far, rows, 0)
+            for end in (source, target):
+                total = torch.zeros(size, dtype=torch.int64)
+                total.index_add_(0, number * groups + end, moved)
+                seconds = torch.maximum(seconds, total * (self._row_bytes / bandwidth))
+        messages = torch.bincount(number * groups + target, minlength=size)
         seconds += (messages > 0) * self.machine.latency + messages * self.machine.message
-        edges = torch.searchsorted(pairs[0].contiguous(), torch.arange(rounds + 1)).tolist()
-        by_round = [(pairs[1, a:b], pairs[2, a:b]) if b > a else None for a, b in pairwise(edges)]
+        edges = torch.searchsorted(number, torch.arange(rounds + 1)).tolist()
+        by_round = [(source[a:b], target[a:b]) if b > a else None for a, b in pairwise(edges)]
         return seconds.view(rounds, groups), by_round
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -13,16 +13,14 @@ from flexcp.layout import Layout, area_per_rank, contiguous, dealt
 from flexcp.layout.balance.objective import Objective
 from flexcp.layout.needed_rows import rows_in_tiles
 from flexcp.layout.work import Work
-from flexcp.plan.cost import Cost, price
+from flexcp.plan.cost import Cost
 from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.model_work import model_seconds
+from flexcp.plan.pricing import MOST_LINES, Pricing, describe
 from flexcp.plan.problem import Problem, named_layout, split_groups
 from flexcp.plan.traffic import traffic
-from flexcp.schedule import Schedule, make_schedule
+from flexcp.schedule import Schedule
 
-_MOST_LINES = 1 << 21
-"""Effort: the longest table of transfers, or of blocks that are dealt out, which are tried besides
-the balanced layout."""
 _TUNED = Objective()
 """The numbers that layouts and schedules are chosen by."""
 
@@ -82,19 +80,6 @@ class Candidate:
         return f"{self.layout.name} + {', '.join(names)}"
 
 
-def describe(schedule: Schedule) -> str:
-    """The schedule's name, with its parts for a hybrid."""
-    how = schedule.outer_schedule
-    if how in ("exchange", "hierarchical"):
-        how += (
-            f" in {schedule.forward.rounds} rounds" if schedule.forward.rounds > 1 else " at once"
-        )
-        how += ", kept" if schedule.keeps_kv else ""
-    if schedule.name != "hybrid":
-        return how
-    return f"hybrid {schedule.groups.ranks} x {schedule.heads_group_size} ({how})"
-
-
 def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candidate]:
     """The candidates that were priced: the chosen one, then the others, cheapest first."""
     splits = _splits(problem, schedule)
@@ -103,24 +88,25 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     )
     loads = LayoutLoads.of(problem, chosen, schedule)
     found: list[Candidate] = []
+    per_node = problem.machine.ranks_per_node
     for group_size in splits:
         if found and (_is_near_bound(found) or _cannot_win(problem, found, loads, group_size)):
             continue
-        found.extend(_options(problem, loads, group_size, schedule))
+        found.extend(_options(problem, loads, group_size, schedule, found=found))
     if problem.flops_per_token:
         if schedule == "auto" and layout in ("auto", "balanced"):
             found.extend(_shared_by_groups(problem, found))
         return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
-    per_node = problem.machine.ranks_per_node
-    if schedule == "auto" and not _is_near_bound(found) and loads.share_rows(per_node):
-        found.extend(_options(problem, loads, 1, "hierarchical", kept=True))
+    relayed = schedule == "auto" and not _is_near_bound(found) and loads.share_rows(per_node)
+    if relayed:
+        found.extend(_options(problem, loads, 1, "hierarchical", kept=True, found=found))
     group_size, enough = min(found, key=lambda c: c.price).group_size, _TUNED.enough
     if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, enough):
         again = split_groups(
             named_layout("balanced", problem, problem.ranks.size // group_size), group_size
         )
         loads = LayoutLoads.of(problem, again, schedule)
-        found.extend(_options(problem, loads, group_size, schedule))
+        found.extend(_options(problem, loads, group_size, schedule, found=found))
     other_layouts = layout == "auto" and not _is_near_bound(found)
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
@@ -130,21 +116,24 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         even = [n for n in tried if not plain.is_uneven(n, 1 + _TUNED.small)]
         best = min(c.price for c in found) / _TUNED.enough
         found.extend(c for c in _priced(problem, plain, even, found, schedule) if c.price < best)
-        if loads.asks_for(_TUNED.dense):
+        less_local: list[Candidate] = []
+        # What moves more has to be worth it; where all need nearly everything, nothing does.
+        worth = _TUNED.enough ** (1 if loads.asks_for(1 - _TUNED.small) else 3)
+        fastest = min(c.seconds for c in found)
+        floor = min(c.if_even for c in found)
+        if loads.asks_for(_TUNED.dense) and floor * worth < fastest:
             dealt = _chunks_dealt_to_ranks(problem)
             if dealt is not None:
                 of_dealt = LayoutLoads.of(problem, dealt, schedule)
-                found.extend(_priced(problem, of_dealt, tried, found, schedule))
-        less_local: list[Candidate] = []
-        for split in tried:
+                less_local.extend(_priced(problem, of_dealt, tried, found, schedule))
+        for split in tried if floor * worth < fastest else ():
             groups = _blocks_dealt_to_groups(problem, loads, split, found)
             if groups is not None:
                 of_groups = LayoutLoads.of(problem, split_groups(groups, split), schedule, split)
-                less_local.extend(_options(problem, of_groups, split, schedule, few=True))
-        if _is_plain(loads.layout):  # a halo exchange, say: it stays one unless much is gained
-            fastest = min(c.seconds for c in found)
-            less_local = [c for c in less_local if c.seconds * _TUNED.enough < fastest]
-        found.extend(less_local)
+                less_local.extend(
+                    _options(problem, of_groups, split, schedule, few=True, found=found)
+                )
+        found.extend(c for c in less_local if c.seconds * worth < fastest)
     return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
 
 
@@ -185,21 +174,16 @@ def _priced(
         candidate
         for group_size in splits
         if not _cannot_win(problem, found, loads, group_size)
-        for candidate in _options(problem, loads, group_size, schedule)
+        for candidate in _options(problem, loads, group_size, schedule, found=found)
     ]
 
 
 def _modest_first(found: list[Candidate]) -> list[Candidate]:
-    """The cheapest first; or the cheapest that keeps little, if it costs hardly more."""
-    limit = found[0].price * _TUNED.enough
+    """The cheapest first; or the cheapest that keeps little, if it costs 1 % more at most."""
+    limit = found[0].price * (1 + (_TUNED.enough - 1) / 2)
     modest = (i for i, c in enumerate(found) if c.price <= limit and not c.keeps_much)
     first = next(modest, 0)
     return [found[first], *found[:first], *found[first + 1 :]]
-
-
-def _is_plain(layout: Layout) -> bool:
-    """Whether every rank has one stretch."""
-    return layout.rank.numel() <= layout.ranks
 
 
 def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
@@ -207,7 +191,7 @@ def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
     grids, ranks = list(problem.grids.values()), problem.ranks.size
     work = Work.of(grids)
     chunk = max(1, int(work.blocks.numel() // ranks * _TUNED.small))
-    if work.blocks.numel() // chunk * ranks > _MOST_LINES:
+    if work.blocks.numel() // chunk * ranks > MOST_LINES:
         return None
     found = dealt(work.blocks, work.seq_len, ranks, block_size=work.block, chunk=chunk)
     areas = area_per_rank(grids, found).double()
@@ -226,7 +210,7 @@ def _blocks_dealt_to_groups(
     groups = ranks // group_size
     size = -(-problem.seq_len // problem.block) * groups
     # Where all ranks need all rows, what is local matters less.
-    if groups == 1 or size > _MOST_LINES >> (4 if loads.asks_for(_TUNED.dense) else 6):
+    if groups == 1 or size > MOST_LINES >> (4 if loads.asks_for(_TUNED.dense) else 6):
         return None
     best = min(c.seconds for c in found)
     same = [
@@ -285,16 +269,23 @@ def _options(
     *,
     few: bool = False,
     kept: bool = False,
+    found: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """Each kind of schedule for all masks; with several masks, also the cheapest for each."""
+    """Each kind of schedule for all masks; with several masks, also the cheapest for each.
+
+    What is hardly dearer than the cheapest that was `found` may still be chosen for another merit.
+    """
     table: dict[str, dict[str, tuple[Cost, Schedule]]] = {}
+    one = len(problem.grids) == 1
+    limit = _TUNED.enough * min((c.price for c in found), default=math.inf) if one else math.inf
     for name in problem.grids:
-        work = loads.work_of(name, group_size)
-        for option in _schedules(problem, loads, name, group_size, schedule, few, kept):
-            cost = price(option, work, problem.machine, problem.shape)
-            table.setdefault(describe(option), {})[name] = (cost, option)
+        pricing = Pricing(problem, loads, name, group_size, limit)
+        for cost, option in pricing.of_all(schedule, few, kept):
+            row = table.setdefault(describe(option), {})
+            if name not in row or cost.seconds < row[name][0].seconds:
+                row[name] = (cost, option)
     complete = [row for row in table.values() if len(row) == len(problem.grids)]
-    if len(problem.grids) > 1:
+    if not one:
         complete.append(
             {
                 name: min((row[name] for row in table.values() if name in row), key=_seconds)
@@ -327,54 +318,6 @@ def _seconds(priced: tuple[Cost, Schedule]) -> float:
     return priced[0].seconds
 
 
-def _schedules(
-    problem: Problem,
-    loads: LayoutLoads,
-    mask: str,
-    group_size: int,
-    schedule: str,
-    few: bool,
-    kept: bool,
-) -> Iterator[Schedule]:
-    layout, groups = loads.layout, problem.ranks.size // group_size
-    make: Callable[..., Schedule] = partial(
-        make_schedule,
-        grids=[problem.grids[mask]],
-        layout=layout,
-        num_heads=problem.shape.num_heads,
-        num_kv_heads=problem.shape.num_kv_heads,
-    )
-    if not loads.needs:
-        yield make(schedule)
-        return
-    if groups == 1 and schedule != "hybrid" and layout.ranks > 1:
-        yield make("ulysses")
-        return
-    name = "hybrid" if group_size > 1 or schedule == "hybrid" else "exchange"
-    needs = loads.needs_of(mask, group_size)
-    own_work = loads.work_of(mask, group_size).own(needs.layout)
-    if schedule == "hierarchical":
-        per_node = problem.machine.ranks_per_node
-        make = partial(make, needs=needs, own_work=own_work, ranks_per_node=per_node)
-        yield from (make(schedule, keep=keep) for keep in (False, True)[: 1 + kept])
-        return
-    make = partial(make, heads_group_size=group_size, needs=needs)
-    options = [make(name, few_rounds=1, own_work=own_work)]
-    dense = needs.exceed(_TUNED.dense)
-    if dense:  # then messages are fewer by ring distance
-        options.append(make(name))
-    yield from options
-    if schedule not in ("auto", "hybrid") or groups == 1:
-        return
-    # Nothing beats an all-gather like gathering only what is needed.
-    yield from (option.with_kept_kv() for option in options)
-    if few:  # where all have much the same to do in every round, nothing is gained by fewer rounds
-        return
-    yield make(name, keep=True, at_once=True)
-    if dense and groups**3 <= _MOST_LINES:
-        yield make("ring" if name == "exchange" else name, outer_schedule="ring")
-
-
 def _cannot_win(
     problem: Problem, found: Sequence[Candidate], loads: LayoutLoads, group_size: int
 ) -> bool:
@@ -391,6 +334,7 @@ def _cannot_win(
     near = min(group_size, machine.ranks_per_node)
     far = (group_size - near) / (group_size - 1)
     wire = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
+    wire += 4 * (machine.latency + (group_size - 1) * machine.message)  # two swaps in each pass
     heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
     least = len(problem.grids) * wire + best.compute * heads / _TUNED.enough
     return least >= best.seconds

@@ -13,61 +13,79 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import take
 from flexcp.layout.row_sets import expand
 from flexcp.schedule.exchange import OwnWork, even_parts
 from flexcp.schedule.needs import Needs
 from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 
-def hierarchical(
-    needs: Needs, ranks_per_node: int, *, keep: bool = False, own_work: OwnWork | None = None
-) -> tuple[Pass, Pass]:
-    """Forward and backward, in as many rounds as memory asks for.
+@dataclass(frozen=True, eq=False)
+class Relays:
+    """Who fetches which rows and who passes them on, in as many rounds as memory asks for."""
 
-    Args:
-        needs: Who needs what.
-        ranks_per_node: Consecutive ranks that are a node; the last may have fewer.
-        keep: Whether backward has the rows that forward received: then it takes the rounds in the
-            other order, so that those who passed rows on come last.
-        own_work: The work of every rank's own rows, to be spread over rounds.
-    """
-    layout = needs.layout
-    ways = _Ways.of(needs, ranks_per_node)
-    limit = max(1, int(layout.counts.max()) * layout.batch_elements)
-    fetched, passed = Transfers.none(), Transfers.none()
-    relayed = torch.zeros(0, dtype=torch.bool)
-    rounds = 1 if len(ways.user) else 0
-    while rounds:
-        distance = (ways.user - ways.owner) % layout.ranks
-        which, number, start, stop = even_parts(
-            ways.user, distance, ways.start, ways.stop, limit, rounds
-        )
-        fetched = Transfers(number, ways.owner[which], ways.user[which], start, stop)
-        relayed = ways.others[which] > 0
-        part, place = expand(ways.others[which])
-        target = ways.other[ways.first_other[which][part] + place]
-        source = ways.user[which]
-        passed = Transfers(number[part] + 1, source[part], target, start[part], stop[part])
-        most = _most_at_once(fetched, passed, layout.ranks)
-        if most <= limit or rounds > layout.ranks:
-            break
-        tried = int(number.max())
-        rounds = max(rounds + 1, tried + 1, tried * most // limit)
-    moves = _joined(fetched, passed)
-    count = int(moves.round.max()) + 1 if len(moves) else 1
-    own = own_work.spread(count) if own_work and count > 2 else Tasks.of_layout(layout)
-    work = Tasks.after(moves, own)
-    forward = Pass(count, moves, work)
-    if keep:
-        last = count - 1
-        order = torch.argsort(last - work.round, stable=True)
-        columns = (last - work.round, work.rank, work.start, work.stop)
-        home = _joined(_back(fetched, last - fetched.round), _back(passed, last - passed.round))
-        return forward, Pass(count, Transfers.none(), Tasks(*(x[order] for x in columns)), home)
-    # What was passed on is computed a round later, and its gradients are there a round after that.
-    home = _joined(_back(fetched, fetched.round + 2 * relayed), _back(passed, passed.round))
-    rounds = max(count, int(home.round.max()) + 1) if len(home) else count
-    return forward, Pass(rounds, moves, work, home)
+    forward: Pass
+    fetched: Transfers
+    """Rows that come straight from their owner."""
+    relayed: Tensor
+    """bool [N] Which of those are passed on."""
+    passed: Transfers
+    """Rows that come from another rank of the node, a round after it fetched them."""
+
+    @classmethod
+    def of(cls, needs: Needs, ranks_per_node: int, own_work: OwnWork | None = None) -> Relays:
+        """Consecutive `ranks_per_node` ranks are a node; the last may have fewer.
+
+        The work of every rank's own rows, `own_work`, is spread over rounds.
+        """
+        layout = needs.layout
+        ways = _Ways.of(needs, ranks_per_node)
+        limit = max(1, int(layout.counts.max()) * layout.batch_elements)
+        fetched, passed = Transfers.none(), Transfers.none()
+        relayed = torch.zeros(0, dtype=torch.bool)
+        rounds = 1 if len(ways.user) else 0
+        while rounds:
+            distance = (ways.user - ways.owner) % layout.ranks
+            which, number, start, stop = even_parts(
+                ways.user, distance, ways.start, ways.stop, limit, rounds
+            )
+            user, others = take(ways.user, which), take(ways.others, which)
+            fetched = Transfers(number, take(ways.owner, which), user, start, stop)
+            relayed = others > 0
+            part, place = expand(others)
+            target = take(ways.other, take(ways.first_other, take(which, part)) + place)
+            number, source, start, stop = (take(x, part) for x in (number, user, start, stop))
+            passed = Transfers(number + 1, source, target, start, stop)
+            most = _most_at_once(fetched, passed, layout.ranks)
+            if most <= limit or rounds > layout.ranks:
+                break
+            tried = int(fetched.round.max())
+            rounds = max(rounds + 1, tried + 1, tried * most // limit)
+        moves = _joined(fetched, passed)
+        count = int(moves.round.max()) + 1 if len(moves) else 1
+        own = own_work.spread(count) if own_work and count > 2 else Tasks.of_layout(layout)
+        return cls(Pass(count, moves, Tasks.after(moves, own)), fetched, relayed, passed)
+
+    def backward(self, *, keep: bool) -> Pass:
+        """The way back of gradients.
+
+        With `keep`, a rank has the rows that it received in forward: then it takes the rounds in
+        the other order, so that those who passed rows on come last.
+        """
+        fetched, passed = self.fetched, self.passed
+        count, moves, work = self.forward.rounds, self.forward.moves, self.forward.work
+        if keep:
+            last = count - 1
+            order = torch.argsort(last - work.round, stable=True)
+            columns = (last - work.round, work.rank, work.start, work.stop)
+            home = _joined(_back(fetched, last - fetched.round), _back(passed, last - passed.round))
+            tasks = Tasks(*(take(x, order) for x in columns))
+            return Pass(count, Transfers.none(), tasks, home)
+        # What was passed on is computed a round later; its gradients are there a round after that.
+        back = _back(fetched, fetched.round + 2 * self.relayed)
+        home = _joined(back, _back(passed, passed.round))
+        rounds = max(count, int(home.round.max()) + 1) if len(home) else count
+        return Pass(rounds, moves, work, home)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from flexcp.layout import Layout
 from flexcp.schedule.allgather import allgather
 from flexcp.schedule.exchange import OwnWork, exchange
 from flexcp.schedule.heads import split_heads
-from flexcp.schedule.hierarchical import hierarchical
+from flexcp.schedule.hierarchical import Relays
 from flexcp.schedule.needs import Needs
 from flexcp.schedule.ring import ring
 from flexcp.schedule.tables import Schedule
@@ -35,6 +35,7 @@ def make_schedule(
     own_work: OwnWork | None = None,
     needs: Needs | None = None,
     ranks_per_node: int | None = None,
+    relays: Relays | None = None,
 ) -> Schedule:
     """A schedule for some masks on a layout.
 
@@ -55,6 +56,7 @@ def make_schedule(
         own_work: For few rounds: the work against own rows of every group, to be spread over them.
         needs: Who needs what between groups, if known.
         ranks_per_node: For hierarchical: consecutive ranks that are a node; all, if not given.
+        relays: For hierarchical: who fetches and who passes on what, if known.
 
     >>> import flexcp
     >>> from flexcp.layout import contiguous
@@ -86,12 +88,10 @@ def make_schedule(
             own_work=own_work,
         )
     elif outer_schedule == "hierarchical":
-        forward, backward = hierarchical(
-            needs or Needs.of(grids, groups),
-            ranks_per_node or layout.ranks,
-            keep=keep,
-            own_work=own_work,
+        relays = relays or Relays.of(
+            needs or Needs.of(grids, groups), ranks_per_node or layout.ranks, own_work
         )
+        forward, backward = relays.forward, relays.backward(keep=keep)
     elif outer_schedule == "ring":
         forward, backward = ring(groups)
     elif outer_schedule == "allgather":

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import take
 from flexcp.layout import Layout
 from flexcp.packing import reduce_packed
 from flexcp.schedule.heads import HeadSlice
@@ -62,10 +63,12 @@ class Transfers:
         ranks = int(torch.maximum(source, target).max()) + 1
         key = ((round_ * ranks + target) * ranks + source) * (int(start.max()) + 1) + start
         order = torch.argsort(key)
-        columns = [x[order] for x in (round_, source, target, start, stop)]
+        columns = [take(x, order) for x in (round_, source, target, start, stop)]
         same = torch.stack([c.diff() == 0 for c in columns[:3]]).all(0)
         opens = torch.ones(order.numel(), dtype=torch.bool)
         opens[1:] = ~(same & (columns[3][1:] == columns[4][:-1]))
+        if bool(opens.all()):
+            return cls(*columns)
         closes = torch.ones_like(opens)
         closes[:-1] = opens[1:]
         first = [c[opens] for c in columns]
@@ -117,7 +120,7 @@ class Tasks:
         round_ = torch.cat([t.round for t in tables])
         order = torch.argsort(round_, stable=True)
         rest = (torch.cat([getattr(t, n) for t in tables]) for n in ("rank", "start", "stop"))
-        return cls(round_[order], *(x[order] for x in rest))
+        return cls(take(round_, order), *(take(x, order) for x in rest))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduce_packed(self)
@@ -234,7 +237,7 @@ class Schedule:
         order = torch.argsort(last - what.work.round, stable=True)
         work = Tasks(
             (last - what.work.round)[order],
-            *(x[order] for x in (what.work.rank, what.work.start, what.work.stop)),
+            *(take(x, order) for x in (what.work.rank, what.work.start, what.work.stop)),
         )
         home = what.returns
         returns = Transfers.ordered(

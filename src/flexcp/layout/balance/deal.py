@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flexcp.layout.balance.documents import Documents, Piece, Run
+from flexcp.layout.balance.documents import Documents, Piece, Run, Span, needs
 from flexcp.layout.balance.objective import Objective
 
 Pieces = tuple[Piece, ...]
 """Some pieces."""
+_NONE: list[Run] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,8 @@ class Units:
     """Nothing, a piece, or all pieces of a document."""
     table: Any
     """float64 [4, units] Pairs; rows; rows to receive besides once it is gone; and elsewhere."""
+    spans: list[Span]
+    """What each of them has and sees of its document."""
     of: dict[int, list[int]]
     """Which of them are of a document."""
     cut: int
@@ -36,6 +39,8 @@ class Share:
     rank: int
     runs: dict[int, list[Run]] = field(default_factory=dict)
     """Stretches of rows by document."""
+    spans: dict[int, Span] = field(default_factory=dict)
+    """What it has and sees of each document."""
     needed: dict[int, int] = field(default_factory=dict)
     """Rows of others that each document makes it receive."""
     tokens: int = 0
@@ -66,7 +71,7 @@ class Deal:
         self.documents, self.bounds, self.objective = documents, bounds, objective
         self.mean = max(documents.total / len(parts), 1e-9)
         self.shares = [Share(rank) for rank in range(len(parts))]
-        self._moved: dict[int, int] = {}
+        self.moved: dict[int, int] = {}  # rows of each document that ranks need of others
         self.sharers: dict[int, list[Share]] = {}
         for share, pieces in zip(self.shares, parts, strict=True):
             self._change(share, (), tuple(pieces))
@@ -117,44 +122,38 @@ class Deal:
 
     def _recount(self, share: Share) -> None:
         """What a rank sends and costs, after a document that it has part of was dealt out anew."""
-        share.sends = sum(self._sent(d, runs) for d, runs in share.runs.items() if d in self._moved)
+        sizes, moved = self.documents.sizes, self.moved
+        share.sends = sum(moved[d] * s[2] / sizes[d] for d, s in share.spans.items() if d in moved)
         share.cost = self.objective.of_rank(share.area, max(share.needs, share.sends), share.count)
-
-    def _sent(self, document: int, runs: Sequence[Run]) -> float:
-        rows = sum(b - a for a, b in runs)
-        return self._moved[document] * rows / self.documents.sizes[document]
 
     def units(self, share: Share) -> Units:
         """What a rank may part with as a whole: nothing, a piece, or all of a document."""
         if share.units is None:
-            pieces: list[Pieces] = [(), *((piece,) for _, piece in share.by_area)]
-            pieces += [
-                tuple((d, *run) for run in runs) for d, runs in share.runs.items() if len(runs) > 1
-            ]
-            table = np.zeros((4, len(pieces)))
-            for i, unit in enumerate(pieces[1:], 1):
-                document = unit[0][0]
-                left = [run for run in share.runs[document] if (document, *run) not in unit]
-                table[:, i] = (
-                    self.pairs(unit),
-                    sum(b - a for _, a, b in unit),
-                    self.documents.needs(document, left) - share.needed[document],
-                    self.documents.needs(document, [piece[1:] for piece in unit]),
-                )
+            pieces: list[Pieces] = [()]
+            spans, lines = [(0, 0, 0)], [(0, 0, 0, 0)]
+            of: dict[int, list[int]] = {}
+            for area, piece in share.by_area:
+                document, runs = piece[0], share.runs[piece[0]]
+                span, left = share.spans[document], 0
+                if len(runs) > 1:
+                    span = self.documents.span(document, [piece[1:]])
+                    left = needs(self.documents.span(document, [r for r in runs if r != piece[1:]]))
+                of.setdefault(document, []).append(len(pieces))
+                pieces.append((piece,))
+                spans.append(span)
+                lines.append((area, span[2], left - share.needed[document], needs(span)))
+            for document, runs in share.runs.items():
+                if len(runs) > 1:
+                    whole, span = tuple((document, *run) for run in runs), share.spans[document]
+                    of[document].append(len(pieces))
+                    pieces.append(whole)
+                    spans.append(span)
+                    lines.append((self.pairs(whole), span[2], -needs(span), needs(span)))
             first, last = self.documents.hull
             cuts = [last[a] - first[a + 1] for _, (_, a, b) in share.by_area if b > a + 1]
-            of: dict[int, list[int]] = {}
-            for i, unit in enumerate(pieces[1:], 1):
-                of.setdefault(unit[0][0], []).append(i)
             least = min(cuts, default=self.documents.work.seq_len) - 1
-            share.units = Units(pieces, table, of, least)
+            share.units = Units(pieces, np.array(lines, dtype=np.float64).T, spans, of, least)
         return share.units
-
-    def arriving(self, share: Share, unit: Sequence[Piece]) -> int:
-        """Rows that a rank with rows of a document needs besides, if some more of it come."""
-        document = unit[0][0]
-        runs = [*share.runs[document], *(piece[1:] for piece in unit)]
-        return self.documents.needs(document, runs) - share.needed[document]
 
     def pairs(self, pieces: Sequence[Piece]) -> int:
         """Work of some pieces."""
@@ -180,38 +179,45 @@ class Deal:
         return best
 
     def after(
-        self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]
-    ) -> tuple[int, float, int]:
-        """Rows that a rank would receive and send, and stretches that it would have."""
-        needs, sends, count = share.needs, share.sends, share.count
-        for document in {p[0] for p in (*gone, *come)}:
-            old = share.runs.get(document, [])
-            new = _changed(old, document, gone, come)
-            more = self.documents.needs(document, new) - share.needed.get(document, 0)
-            needs += more
-            count += len(new) - len(old)
-            moved = self._moved.get(document, 0)
-            if moved + more:
-                rows = sum(b - a for a, b in new)
-                sends += (moved + more) * rows / self.documents.sizes[document]
-            if moved and old:
-                sends -= self._sent(document, old)
-        return needs, sends, count
+        self, giver: Share, taker: Share, given: Sequence[Piece], back: Sequence[Piece]
+    ) -> list[tuple[int, float, int]]:
+        """Rows that each of two ranks would receive and send after a trade, and its stretches."""
+        found = [[s.needs, s.sends, s.count] for s in (giver, taker)]
+        for document in {p[0] for p in (*given, *back)}:
+            moved = total = self.moved.get(document, 0)
+            size, rows = self.documents.sizes[document], []
+            sides = ((giver, given, back), (taker, back, given))
+            for (share, gone, come), of in zip(sides, found, strict=True):
+                old = share.runs.get(document, _NONE)
+                new = _changed(old, document, gone, come)
+                span = self.documents.span(document, new)
+                more = needs(span) - share.needed.get(document, 0)
+                total += more
+                of[0] += more
+                of[2] += len(new) - len(old)
+                if moved and old:
+                    of[1] -= moved * share.spans[document][2] / size
+                rows.append(span[2])
+            for of, have in zip(found, rows, strict=True):
+                of[1] += total * have / size
+        return [(int(received), sent, int(count)) for received, sent, count in found]
 
     def _change(self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]) -> None:
         for document in {p[0] for p in (*gone, *come)}:
-            new = _changed(share.runs.pop(document, []), document, gone, come)
-            moved = self._moved.pop(document, 0) - share.needed.pop(document, 0)
+            new = _changed(share.runs.pop(document, _NONE), document, gone, come)
+            share.spans.pop(document, None)
+            moved = self.moved.pop(document, 0) - share.needed.pop(document, 0)
             sharers = self.sharers.setdefault(document, [])
             if share in sharers:
                 sharers.remove(share)
             if new:
                 share.runs[document] = new
-                share.needed[document] = self.documents.needs(document, new)
+                share.spans[document] = self.documents.span(document, new)
+                share.needed[document] = needs(share.spans[document])
                 moved += share.needed[document]
                 sharers.append(share)
             if moved:
-                self._moved[document] = moved
+                self.moved[document] = moved
         before = self.documents.before
         share.units = None
         share.by_area = sorted(
@@ -238,8 +244,11 @@ def _changed(
                 for part in (((start, min(stop, a)), (max(start, b), stop)))
                 if part[0] < part[1]
             ]
+    new = [piece[1:] for piece in come if piece[0] == document]
+    if not new:
+        return runs
     found: list[Run] = []
-    for a, b in sorted([*runs, *((a, b) for d, a, b in come if d == document)]):
+    for a, b in sorted([*runs, *new]):
         if found and found[-1][1] == a:
             found[-1] = (found[-1][0], b)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ Run = tuple[int, int]
 """First row of a stretch, and the row after the last."""
 Piece = tuple[int, int, int]
 """Document, first row, row after the last."""
+Span = tuple[int, int, int]
+"""Of some rows of a document: the first key that they see, the key after the last, their number."""
+
+
+def needs(span: Span) -> int:
+    """Rows of others that a rank needs for rows of a document, about: all between that it sees."""
+    return span[1] - span[0] - span[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +79,11 @@ class Documents:
         """Pairs of a stretch of rows."""
         return self.before[stop] - self.before[start]
 
-    def needs(self, document: int, runs: Sequence[Run]) -> int:
-        """Rows of others that a rank needs for some stretches of a document, about."""
-        first, last = self.hull
+    def span(self, document: int, runs: Sequence[Run]) -> Span:
+        """What some stretches of a document have and see."""
         if not runs:
-            return 0
+            return 0, 0, 0
+        first, last = self.hull
         own, low, high = 0, self.edges[document + 1], 0
         for start, stop in runs:
             own += stop - start
@@ -84,17 +92,18 @@ class Documents:
                 low = begin
             if end > high:
                 high = end
-        return high - low - own
+        return low, high, own
 
     def holder(self, row: int) -> int:
         """The document that a row is in."""
         return bisect_right(self.edges, row) - 1
 
-    def lightest(self, rows: float) -> float:
-        """Mean work of a row of the lightest documents that have so many."""
+    def lightest(self, rows: float, below: float = math.inf) -> float:
+        """Mean work of a row of the lightest documents that have so many, each at most `below`."""
         counted, area = 0, 0
         for d in sorted(range(len(self)), key=lambda d: (self.areas[d] / self.sizes[d], d)):
-            if counted and counted + self.sizes[d] > rows:
+            over = self.areas[d] > below * self.sizes[d]
+            if counted and (over or counted + self.sizes[d] > rows):
                 break
             counted += self.sizes[d]
             area += self.areas[d]
@@ -116,8 +125,7 @@ class Documents:
         if end - begin <= coarse:
             whole = [(begin, end)]
             return (whole, []) if self.areas[document] > mean * (end - begin) else ([], whole)
-        before = self._before[begin : end + 1]
-        size = end - begin
+        before, size = self._before[begin : end + 1], end - begin
         heavy = before.diff() > mean
         edges = torch.nonzero(heavy[1:] != heavy[:-1]).squeeze(1) + 1
         first_heavy = bool(heavy[0])
@@ -153,11 +161,7 @@ class RowQueue:
         for start, stop in runs:
             self._tokens.append(self._tokens[-1] + stop - start)
             self._areas.append(self._areas[-1] + documents.area(start, stop))
-
-    @property
-    def size(self) -> int:
-        """How many rows there are."""
-        return self._tokens[-1]
+        self.size = self._tokens[-1]
 
     def area(self, rows: int) -> int:
         """Pairs of so many of the first rows to be dealt out."""

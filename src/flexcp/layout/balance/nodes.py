@@ -14,12 +14,6 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
     ranks = len(deal.shares)
     if ranks <= ranks_per_node:
         return list(range(ranks))
-    sharers: dict[int, list[int]] = {}
-    moved: dict[int, int] = {}
-    for rank, share in enumerate(deal.shares):
-        for document, rows in share.needed.items():
-            sharers.setdefault(document, []).append(rank)
-            moved[document] = moved.get(document, 0) + rows
     nodes: list[list[int]] = [[] for _ in range(-(-ranks // ranks_per_node))]
     room = [min(ranks_per_node, ranks - i * ranks_per_node) for i in range(len(nodes))]
     node_of: dict[int, int] = {}
@@ -29,11 +23,10 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
         nodes[node].append(rank)
         room[node] -= 1
 
-    for document in sorted(moved, key=lambda d: (-moved[d], d)):
-        if not moved[document]:
-            continue
-        new = [rank for rank in sharers[document] if rank not in node_of]
-        near = [node_of[rank] for rank in sharers[document] if rank in node_of]
+    for document in sorted(deal.moved, key=lambda d: (-deal.moved[d], d)):
+        sharers = sorted(share.rank for share in deal.sharers[document])
+        new = [rank for rank in sharers if rank not in node_of]
+        near = [node_of[rank] for rank in sharers if rank in node_of]
         while new:
             # Where most of its ranks are, if all others fit; else where all, or most, of them fit.
             fits = [n for n in range(len(nodes)) if room[n] >= len(new)]

@@ -28,7 +28,9 @@ class Objective:
     """Price of a row that moves, over what it takes to receive it, whoever waits for it: five
     times a rank's own K and V are then worth 5 % of the time of packs of 16K tokens per rank."""
     cut: float = 0.25
-    """Rows that one more stretch is worth, received: a kernel call and a copy of its own."""
+    """Rows that one more stretch is worth, received. On a CPU, a gather of 4,096 rows of 4 KB takes
+    0.6 us more for each run (8 % in runs of 16, under 1 % from 256 on), as copying 1.3 rows does:
+    a quarter of what a row takes over a link that is a fifth as fast as a copy."""
     even: float = 1.00875
     """Work over the mean that ranks with more are brought down to, unless what moves for it costs
     eight times what that gains (`small`); what is an eighth beyond it is left."""

@@ -12,14 +12,7 @@ from flexcp.layout.balance.deal import Deal
 from flexcp.layout.balance.documents import Documents
 from flexcp.layout.balance.nodes import by_node
 from flexcp.layout.balance.objective import Objective
-from flexcp.layout.balance.seeds import (
-    SEEDS,
-    Parts,
-    dense_rows_dealt,
-    in_order,
-    two_ended,
-    whole_documents,
-)
+from flexcp.layout.balance.seeds import Parts, fillers, in_order, two_ended, whole_documents
 from flexcp.layout.balance.trades import improve
 from flexcp.layout.layout import Layout
 from flexcp.layout.rules import even_edges, joined, require_ranks
@@ -53,9 +46,6 @@ def balanced(
             one if it fits.
 
     >>> import flexcp
-    >>> window = flexcp.build_block_grid(flexcp.masks.sliding_window(100), 8192)
-    >>> balanced([window], 4)
-    Layout(balanced: 8192 tokens on 4 ranks, 2048 each, 4 runs)
     >>> causal = flexcp.build_block_grid(flexcp.masks.causal(), 8192)
     >>> balanced([causal], 4)
     Layout(balanced: 8192 tokens on 4 ranks, 2048 each, 7 runs)
@@ -100,8 +90,8 @@ def _of_work(
     if even and plain.price() <= objective.good * plain.mean:
         return _layout(plain.parts(), work.seq_len)
     seeds: list[Deal] = []
-    for how in SEEDS if len(documents) > 1 else ():
-        parts = whole_documents(documents, room, objective, **how)
+    for filler in fillers(documents, objective) if len(documents) > 1 else ():
+        parts = whole_documents(documents, room, objective, filler)
         seeds.append(Deal(documents, parts, bounds, objective))
         if seeds[-1].price_if_even() <= objective.good * seeds[-1].mean:
             break
@@ -116,15 +106,17 @@ def _of_work(
     for deal in sorted(deals, key=Deal.price):
         if best and best.imbalance() <= objective.enough and deal.price() > best.price():
             continue  # it is dearer than what was found, before it is even
-        if len(documents) > 1 or deal.imbalance() > objective.even:
+        # One document is cut as evenly as its rows allow; single ones are traded if that is felt.
+        uneven = (deal.imbalance() - objective.even) * deal.mean
+        if len(documents) > 1 or uneven > objective.worth * deal.price():
             improve(deal, most)
         both = [best, deal] if best else [deal]
         best = min(both, key=lambda d: (d.imbalance() > objective.enough, d.price()))
         if best.price() <= objective.good * best.mean:
             break
     assert best is not None
-    if dense and best.imbalance() > objective.good:
-        other = Deal(documents, dense_rows_dealt(documents, counts, dense), bounds, objective)
+    if dense and best.imbalance() > (objective.enough if len(documents) > 1 else objective.good):
+        other = Deal(documents, in_order(documents, counts, dense), bounds, objective)
         improve(other)
         best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
     if even and plain.price() <= best.price() * objective.good:

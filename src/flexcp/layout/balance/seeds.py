@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 from flexcp.layout.balance.documents import Documents, Piece, mixed, shares
 from flexcp.layout.balance.objective import Objective
@@ -12,71 +13,48 @@ Parts = list[list[Piece]]
 """The pieces of every rank."""
 
 
-def in_order(documents: Documents, counts: Sequence[int]) -> Parts:
-    """Rank r gets the r-th stretch."""
-    parts: Parts = [[] for _ in counts]
-    document, at = 0, 0
+def in_order(documents: Documents, counts: Sequence[int], dense: Sequence[int] = ()) -> Parts:
+    """Rank r gets the r-th stretch; rows that see far more than most are dealt out to all ranks."""
+    each, holder = -(-len(dense) // len(counts)), documents.holder
+    own = [dense[rank * each :][:each] for rank in range(len(counts))]
+    parts: Parts = [[(holder(row), row, row + 1) for row in rows] for rows in own]
+    edges, taken = sorted({*documents.edges, *dense, *(r + 1 for r in dense)}), set(dense)
+    rest = [(holder(a), a, b) for a, b in pairwise(edges) if a not in taken][::-1]
     for part, count in zip(parts, counts, strict=True):
-        end = at + count
-        while at < end:
-            while documents.edges[document + 1] <= at:
-                document += 1
-            stop = min(end, documents.edges[document + 1])
-            part.append((document, at, stop))
-            at = stop
-    return parts
-
-
-def dense_rows_dealt(documents: Documents, counts: Sequence[int], rows: Sequence[int]) -> Parts:
-    """Some rows that see far more than most dealt out to all ranks, the others in order."""
-    dealt: list[list[int]] = [[] for _ in counts]
-    each = -(-len(rows) // len(counts))
-    for i, row in enumerate(rows):
-        dealt[i // each].append(row)
-    taken = set(rows)
-    parts: Parts = []
-    document, at = 0, 0
-    for own, count in zip(dealt, counts, strict=True):
-        part = [(documents.holder(row), row, row + 1) for row in own[:count]]
         left = count - len(part)
-        while left:
-            while documents.edges[document + 1] <= at:
-                document += 1
-            if at in taken:
-                at += 1
-                continue
-            stop = min(at + left, documents.edges[document + 1])
-            stop = min([stop, *(row for row in rows if at < row < stop)])
-            part.append((document, at, stop))
-            left -= stop - at
-            at = stop
-        parts.append(part)
+        while left > 0:
+            document, start, stop = rest.pop()
+            cut = min(stop, start + left)
+            part.append((document, start, cut))
+            left -= cut - start
+            if cut < stop:
+                rest.append((document, cut, stop))
     return parts
 
 
 def whole_documents(
-    documents: Documents,
-    counts: Sequence[int],
-    objective: Objective,
-    *,
-    tails: bool = False,
-    lightest: bool = False,
+    documents: Documents, counts: Sequence[int], objective: Objective, filler: float = 0.0
 ) -> Parts:
     """Whole documents, those with most work first, to the rank with least work that has room.
 
     One with more work than a rank should have is shared by as few ranks as have room for it,
-    two-ended, so that their work is level. One that fits nowhere is shared likewise; or with
-    `tails`, its last rows go to the rank with least work, and the others are dealt out later.
-    With `lightest`, work is what a document has beyond as many of the lightest rows: those fill
-    what room is left at last, and the more of it the more room a rank has.
+    two-ended, so that their work is level. One that fits nowhere is shared likewise; or with a
+    `filler`, its last rows go to the rank with least work, and the others are dealt out later.
+    Work is then what rows have beyond a filler each: light rows fill what room is left at last, and
+    the more of it the more room a rank has.
+    """
+    return _Packing(documents, counts, objective, filler).packed(tails=filler > 0)
+
+
+def fillers(documents: Documents, objective: Objective) -> tuple[float, ...]:
+    """Pairs of a row that room is filled with: none, the lightest, or between those and light ones.
+
+    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least.
     """
     rows = documents.work.seq_len
-    filler = documents.lightest(objective.small * rows) if lightest else 0.0
-    return _Packing(documents, counts, objective, filler).packed(tails=tails)
-
-
-SEEDS: tuple[dict[str, bool], ...] = ({}, {"tails": True}, {"tails": True, "lightest": True})
-"""The ways to deal out whole documents that are tried."""
+    lightest = documents.lightest(objective.small * rows)
+    light = documents.lightest(rows, below=documents.total / max(1, rows))
+    return 0.0, lightest, (lightest + light) / 2
 
 
 def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
@@ -106,10 +84,8 @@ class _Packing:
         self._room = list(counts)
         self._most = max(1, *counts)
         self._coarse = max(1, round(min(counts) * objective.small))
-        rows = documents.work.seq_len
-        self._filler = filler
-        self._mean = max((documents.total - self._filler * rows) / len(counts), 1e-9)
-        filled = self._filler * rows / len(counts)
+        self._filler, filled = filler, filler * documents.work.seq_len / len(counts)
+        self._mean = max(documents.total / len(counts) - filled, 1e-9)
         self._limit = objective.enough * (self._mean + filled) - filled
         self._work = [0.0] * len(counts)  # beyond that of as many of the lightest rows
 
@@ -138,9 +114,10 @@ class _Packing:
             if size == documents.sizes[d] and (
                 chosen < 0 or self._work[chosen] + work > self._limit
             ):
-                few = self._few(d)
-            least = max(2, -int(-max(work / self._mean, size / self._most) // 1))
-            if 1 < len(few) <= least or (few and (work > self._mean or (chosen < 0 and not tails))):
+                must = work > self._mean or (chosen < 0 and not tails)
+                least = max(2, -int(-max(work / self._mean, size / self._most) // 1))
+                few = self._few(d, len(room) if must else least)
+            if len(few) > 1 or (few and must):
                 self._level(d, few)
                 heap = [(work, rank) for rank, work in enumerate(self._work)]
                 heapq.heapify(heap)
@@ -170,22 +147,23 @@ class _Packing:
                 most = rows - 1
         return least if least >= self._small * room else room
 
-    def _few(self, d: int) -> list[int]:
-        """As few ranks as have room for a document without more work than the mean."""
-        size = self._documents.sizes[d]
-        order = sorted(
-            (r for r in range(len(self._room)) if self._room[r] > 0),
-            key=lambda r: (self._work[r], -self._room[r], r),
-        )
+    def _few(self, d: int, most: int) -> list[int]:
+        """As few ranks as have room for a document without more work than the mean.
+
+        None if they are more than `most`; all ranks if those are not enough.
+        """
+        size, work, left = self._documents.sizes[d], self._work, self._room
+        open_ = [(work[r], -left[r], r) for r in range(len(left)) if left[r] > 0]
+        order = [r for _, _, r in (heapq.nsmallest(most, open_) if most < 8 else sorted(open_))]
         density = self._density(d)
         free, room, chosen = 0.0, 0, []
-        for rank in order:
+        for rank in order[:most]:
             chosen.append(rank)
-            room += self._room[rank]
-            free += min(max(0.0, self._limit - self._work[rank]), self._room[rank] * density)
+            room += left[rank]
+            free += min(max(0.0, self._limit - work[rank]), left[rank] * density)
             if free >= density * size * (1 - 1e-9) and room >= size:
                 return chosen
-        return order
+        return order if most >= len(open_) else []
 
     def _density(self, d: int) -> float:
         """Work of a document per row, beyond that of the lightest rows."""
@@ -239,8 +217,6 @@ class _Packing:
 
     def _give(self, rank: int, pieces: Sequence[Piece]) -> None:
         self._parts[rank] += pieces
-        for d, a, b in pieces:
+        for _, a, b in pieces:
             self._room[rank] -= b - a
-            whole = b - a == self._documents.sizes[d]
-            area = self._documents.areas[d] if whole else self._documents.area(a, b)
-            self._work[rank] += area - self._filler * (b - a)
+            self._work[rank] += self._documents.area(a, b) - self._filler * (b - a)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +20,11 @@ Offer = tuple[Share, Pieces, Pieces]
 """To whom to give, which pieces, and which to take back."""
 
 
-@dataclass(frozen=True)
-class Trade:
+class Trade(NamedTuple):
     """What a rank gives to another, and takes back."""
 
     gain: float
-    """By how much the slower of both gets faster, less what moving rows costs; of uneven work, how
-    much is gained for what it takes."""
+    """By how much the slower gets faster, less the price of rows; of uneven work, over that."""
     taker: Share
     given: Pieces
     back: Pieces
@@ -35,19 +32,30 @@ class Trade:
 
 def improve(deal: Deal, most: float = math.inf) -> None:
     """Trades of the slowest rank, as long as any is worth it and the price is not too high."""
+    stuck: set[tuple[int, bool]] = set()  # they are asked again once changed, or all else is stuck
+    changed = False
     for _ in range(deal.objective.tries * len(deal.shares)):
         if deal.price() > most or len(deal.shares) == 1:
             return
-        for turn in _turns(deal):
+        for turn in _turns(deal, stuck):
             trade = turn.best()
             if trade:
+                price = deal.price()
                 deal.swap(turn.giver, trade.taker, trade.given, trade.back)
-                break
+                if turn.uneven or deal.price() < price:
+                    both = (turn.giver.rank, trade.taker.rank)
+                    stuck, changed = {key for key in stuck if key[0] not in both}, True
+                    break
+                # Others send more than the two save.
+                deal.swap(turn.giver, trade.taker, trade.back, trade.given)
+            stuck.add((turn.giver.rank, turn.uneven))
         else:
-            return
+            if not changed:
+                return
+            stuck, changed = set(), False
 
 
-def _turns(deal: Deal) -> Iterator[_Turn]:
+def _turns(deal: Deal, stuck: set[tuple[int, bool]]) -> Iterator[_Turn]:
     """Ranks with most work, as far as that is uneven, and the slowest rank."""
     objective = deal.objective
     even = deal.mean * (1 + (objective.even - 1) * (1 + objective.small))
@@ -55,12 +63,15 @@ def _turns(deal: Deal) -> Iterator[_Turn]:
     for share in shares[: objective.tries]:
         if share.area <= even:
             break
+        if (share.rank, True) in stuck:
+            continue
         turn = _Turn(deal, share, shares[0].area, uneven=True)
         yield turn
         if share.area <= turn.enough:
             break
     slowest = max(deal.shares, key=lambda s: (s.cost, -s.rank))
-    yield _Turn(deal, slowest, max(even, shares[0].area), uneven=False)
+    if (slowest.rank, False) not in stuck:
+        yield _Turn(deal, slowest, max(even, shares[0].area), uneven=False)
 
 
 class _Turn:
@@ -78,17 +89,17 @@ class _Turn:
         self.level, self.enough = (self.mean * limit for limit in limits)
         # Of what is uneven, a trade takes a quarter, or counts little.
         self.quarter = self.giver.area - (self.giver.area - even * self.mean) / 4
+        free = self._gain(self.level, self.level, 0) if uneven else math.inf
+        self.fair = 2 * self.objective.small * free
 
     def best(self) -> Trade | None:
-        """The best trade that is worth it."""
+        """The best trade that is worth it; what makes work even for little is taken as found."""
         if self.is_good:
             return None
         giver, others, tries = self.giver, self.others, self.objective.tries
         sharing = [s for s in others[tries:] if not giver.runs.keys().isdisjoint(s.runs)]
         few = {s.rank: s for s in (*others[: tries**2], *sharing[: tries**2])}
         found = self._best(self._promising([*few.values()] if self.uneven else others), None)
-        if self.uneven and found and found.gain >= self._gain(self.level, self.level, 0):
-            return found  # is even, and nothing more moves
         if not self.uneven:
             found = self._best(self._handed_over(), found)
         found = self._best(self._ends(others[:tries] + sharing[:tries]), found)
@@ -96,6 +107,8 @@ class _Turn:
         return found or (self._best(self._promising(others), None) if self.uneven else None)
 
     def _best(self, offers: Iterable[Offer], best: Trade | None) -> Trade | None:
+        if best and best.gain >= self.fair:
+            return best
         for taker, given, back in offers:
             best = self._judged(taker, given, back, best.gain if best else 0.0) or best
         return best
@@ -110,14 +123,17 @@ class _Turn:
         area, tokens, leaving, coming = np.concatenate([u.table for u in units], axis=1)
         coming_there = np.repeat(own.table[3][:, None], len(others), axis=1)
         # Where a rank has rows of the document already, it needs less besides.
-        for document in giver.runs:
+        for document, (low, high, _) in giver.spans.items():
             for share in deal.sharers[document]:
                 if share.rank in place_of:
                     place = place_of[share.rank]
+                    begin, end, _ = share.spans[document]
                     for k in own.of[document]:
-                        coming_there[k, place] = deal.arriving(share, own.pieces[k])
+                        a, b, rows = own.spans[k]
+                        coming_there[k, place] = max(b - end, 0) + max(begin - a, 0) - rows
                     for k in units[place].of[document]:
-                        coming[first[place] + k] = deal.arriving(giver, units[place].pieces[k])
+                        a, b, rows = units[place].spans[k]
+                        coming[first[place] + k] = max(b - high, 0) + max(low - a, 0) - rows
         state = ((s.area, s.tokens, s.needs, s.count, *deal.bounds[s.rank]) for s in others)
         of = np.array([(*x, unit.cut) for x, unit in zip(state, units, strict=True)]).T
         # Most pairs are out by their work alone.
@@ -153,8 +169,7 @@ class _Turn:
     def _gain(self, highest: Any, cost: Any, rows: Any, larger: Any = max) -> Any:
         """What trades gain that leave the two ranks with at most so much work and such a cost.
 
-        Uneven work is made even by what takes least for much of it; whatever that takes, where it
-        is not even enough.
+        Uneven work is made even by what takes least; whatever it takes, where it is over `enough`.
         """
         giver, objective = self.giver, self.objective
         price = objective.moved * objective.pairs_per_row * rows
@@ -181,8 +196,7 @@ class _Turn:
                 wish = max(wish, self.most - taker.area)
             if wish <= 0 or not taker.by_area:
                 continue
-            room = bounds[taker.rank][1] - taker.tokens
-            room = min(room, giver.tokens - bounds[giver.rank][0])
+            room = min(bounds[taker.rank][1] - taker.tokens, giver.tokens - bounds[giver.rank][0])
             light = min(
                 (piece for _, piece in taker.by_area),
                 key=lambda p: (before[p[1] + 1] - before[p[1]], p),
@@ -210,10 +224,7 @@ class _Turn:
                     yield taker, ((document, stop - least, stop),), (end,)
 
     def _handed_over(self) -> Iterator[Offer]:
-        """All rows of a document of which a rank receives many, to one that has others of it.
-
-        It gets as much work back, the end of a document of which both have rows, or of any.
-        """
+        """All rows of a document of which a rank receives many, to one that has others of it."""
         deal, giver, tries = self.deal, self.giver, self.objective.tries
         before = deal.documents.before
         needy = sorted((-rows, d) for d, rows in giver.needed.items() if rows)
@@ -228,11 +239,15 @@ class _Turn:
                     cut = bisect_left(before, before[stop] - area, start, stop - 1)
                     yield taker, given, ((d, cut, stop),)
 
-    def _judged(self, taker: Share, given: Pieces, back: Pieces, least_gain: float) -> Trade | None:
-        """The trade with what keeps token counts within bounds, if it gains more than `least_gain`.
+    def _new_needs(self, share: Share, pieces: Pieces) -> int:
+        """Rows that a rank needs besides for a piece of a document of which it has nothing."""
+        if len(pieces) != 1 or pieces[0][0] in share.runs:
+            return 0
+        (_, start, stop), (first, last) = pieces[0], self.deal.documents.hull
+        return last[stop - 1] - first[start] - (stop - start)
 
-        What moves costs something, so that work alone tells that most of them don't.
-        """
+    def _judged(self, taker: Share, given: Pieces, back: Pieces, least_gain: float) -> Trade | None:
+        """The trade, with what keeps token counts within bounds, if it gains over `least_gain`."""
         deal, giver, price = self.deal, self.giver, self.objective.of_rank
         area = deal.pairs(given) - deal.pairs(back)
         moved = sum(b - a for _, a, b in given) - sum(b - a for _, a, b in back)
@@ -243,13 +258,17 @@ class _Turn:
             0 if many > 0 else giver.area - area,  # it gives more yet
             0 if few > 0 else taker.area + area,
         )
-        freed = 0
+        freed = freed_low = 0
         for document in {piece[0] for piece in (*given, *back)}:
-            freed += giver.needed.get(document, 0) + taker.needed.get(document, 0)
+            freed += giver.needed.get(document, 0)
+            freed_low += taker.needed.get(document, 0)
+        more, more_low = self._new_needs(giver, back), self._new_needs(taker, given)
         cost = highest
         if many <= 0:
-            cost = max(cost, price(giver.area - area, giver.needs - freed, 0))
-        if self._gain(highest, cost, -freed) <= least_gain:
+            cost = max(cost, price(giver.area - area, giver.needs - freed + more, 0))
+        if few <= 0:
+            cost = max(cost, price(taker.area + area, taker.needs - freed_low + more_low, 0))
+        if self._gain(highest, cost, more + more_low - freed - freed_low) <= least_gain:
             return None
         if few > 0:
             end = deal.light_end(taker, few, back, given) if many <= 0 else None
@@ -263,13 +282,12 @@ class _Turn:
             back, given = _kept(back, given, end)
         area = deal.pairs(given) - deal.pairs(back)
         highest = max(giver.area - area, taker.area + area)
-        needs, sends, count = deal.after(giver, given, back)
-        needs_low, sends_low, count_low = deal.after(taker, back, given)
+        own, low = deal.after(giver, taker, given, back)
         cost = max(
-            price(giver.area - area, max(needs, sends), count),
-            price(taker.area + area, max(needs_low, sends_low), count_low),
+            price(giver.area - area, max(own[:2]), own[2]),
+            price(taker.area + area, max(low[:2]), low[2]),
         )
-        rows = needs + needs_low - giver.needs - taker.needs
+        rows = own[0] + low[0] - giver.needs - taker.needs
         gain = self._gain(highest, cost, rows)
         return Trade(gain, taker, given, back) if gain > least_gain else None
 

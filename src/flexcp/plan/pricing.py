@@ -1,0 +1,131 @@
+"""Pricing: the schedules for one mask on a layout that may be chosen, with what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from flexcp.layout.balance.objective import Objective
+from flexcp.plan.cost import Cost, price
+from flexcp.plan.loads import LayoutLoads
+from flexcp.plan.problem import Problem
+from flexcp.schedule import Needs, Pass, Schedule, make_schedule
+from flexcp.schedule.hierarchical import Relays
+
+MOST_LINES = 1 << 21
+"""Effort: the longest table of transfers, or of blocks that are dealt out, which are tried besides
+the balanced layout."""
+
+
+class Pricing:
+    """Schedules for one mask on a layout, whose ranks share heads in groups, with their prices."""
+
+    def __init__(
+        self, problem: Problem, loads: LayoutLoads, mask: str, group_size: int, limit: float
+    ) -> None:
+        self._problem, self._loads, self._mask = problem, loads, mask
+        self._group_size, self._limit = group_size, limit
+        self._work = loads.work_of(mask, group_size)
+        self._known: dict[Pass, tuple[float, float, float]] = {}
+        self._make: Callable[..., Schedule] = partial(
+            make_schedule,
+            grids=[problem.grids[mask]],
+            layout=loads.layout,
+            num_heads=problem.shape.num_heads,
+            num_kv_heads=problem.shape.num_kv_heads,
+        )
+
+    def of_all(self, schedule: str, few: bool, kept: bool) -> Iterator[tuple[Cost, Schedule]]:
+        """All that may be chosen; `few` where fewer rounds gain nothing."""
+        loads, group_size, make = self._loads, self._group_size, self._make
+        groups = loads.layout.ranks // group_size
+        if not loads.needs:
+            yield self._priced(make(schedule))
+            return
+        if groups == 1 and schedule != "hybrid" and loads.layout.ranks > 1:
+            yield self._priced(make("ulysses"))
+            return
+        name = "hybrid" if group_size > 1 or schedule == "hybrid" else "exchange"
+        needs = loads.needs_of(self._mask, group_size)
+        own = needs.layout.counts.max() * needs.layout.batch_elements
+        rounds = self._seconds_of(-(-int(needs.received.max()) // max(1, int(own))))
+        if schedule == "hierarchical":
+            if rounds > self._limit:
+                return
+            per_node = self._problem.machine.ranks_per_node
+            relays = Relays.of(needs, per_node, self._work.own(needs.layout))
+            make = partial(make, schedule, relays=relays)
+            if kept:
+                yield (first := self._priced(make(keep=True)))
+                self._limit = self._limit if first[0].seconds <= self._limit else 0.0
+            if not kept or self._limit:
+                yield self._priced(make())
+            return
+        make = partial(make, heads_group_size=group_size, needs=needs)
+        kept = schedule in ("auto", "hybrid") and groups > 1
+        found = []
+        # Nothing beats an all-gather like gathering only what is needed.
+        least = self._least_at_once(needs) if kept and not few else math.inf
+        if rounds > least:
+            found.append(self._priced(make(name, keep=True, at_once=True)))
+            self._limit = min(self._limit, Objective.enough * found[0][0].seconds)
+        dense = needs.exceed(Objective.dense)
+        if rounds <= self._limit:
+            own_work = self._work.own(needs.layout)
+            found += self._with_kept(make(name, few_rounds=1, own_work=own_work), kept=kept)
+            if dense:  # then messages are fewer by ring distance
+                found += self._with_kept(make(name), kept=kept)
+        yield from found
+        if rounds <= least < min((cost.seconds for cost, _ in found), default=0.0):
+            yield self._priced(make(name, keep=True, at_once=True))
+        ring = dense and kept and not few and groups**3 <= MOST_LINES
+        if ring and self._seconds_of(groups - 1) <= self._limit:
+            yield self._priced(make("ring" if name == "exchange" else name, outer_schedule="ring"))
+
+    def _seconds_of(self, rounds: int) -> float:
+        """What so many rounds take at least, both passes, whatever they move."""
+        machine = self._problem.machine
+        return 2 * rounds * (machine.latency + machine.message)
+
+    def _with_kept(self, schedule: Schedule, *, kept: bool) -> list[tuple[Cost, Schedule]]:
+        """A schedule; and the same with rows kept for backward, which takes less time.
+
+        If not even that is near the limit, it stands for both.
+        """
+        found = [self._priced(schedule.with_kept_kv())] if kept else []
+        if not kept or found[0][0].seconds <= self._limit:
+            found.append(self._priced(schedule))
+        return found
+
+    def _least_at_once(self, needs: Needs) -> float:
+        """No schedule takes less that receives all rows before any work."""
+        shape, machine = self._problem.shape, self._problem.machine
+        row = shape.kv_bytes(shape.num_kv_heads // self._group_size)
+        if needs.layout.batch_elements == 1:
+            row *= shape.batch
+        wire = int(needs.received.max()) * row
+        both = 1 + machine.backward
+        pairs = float(self._work.before[:, -1].max()) / self._group_size
+        work = both * pairs * shape.flops_per_pair / machine.flops
+        return work + wire / max(machine.intra_bandwidth, machine.inter_bandwidth)
+
+    def _priced(self, schedule: Schedule) -> tuple[Cost, Schedule]:
+        problem = self._problem
+        return (
+            price(schedule, self._work, problem.machine, problem.shape, known=self._known),
+            schedule,
+        )
+
+
+def describe(schedule: Schedule) -> str:
+    """The schedule's name, with its parts for a hybrid."""
+    how = schedule.outer_schedule
+    if how in ("exchange", "hierarchical"):
+        how += (
+            f" in {schedule.forward.rounds} rounds" if schedule.forward.rounds > 1 else " at once"
+        )
+        how += ", kept" if schedule.keeps_kv else ""
+    if schedule.name != "hybrid":
+        return how
+    return f"hybrid {schedule.groups.ranks} x {schedule.heads_group_size} ({how})"
