@@ -9,6 +9,7 @@ import torch
 
 from flexcp import build_block_grid, make_plan, masks
 from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
+from flexcp.layout.balance.deal import Deal
 
 LENGTH, RANKS = 1 << 16, 16
 KINDS = {
@@ -46,6 +47,21 @@ def test_work_is_even_whatever_the_lengths(kind, causal, seed):
     layout = balanced([grid], RANKS)
     assert imbalance(grid, layout) <= 1.02
     assert int(layout.counts.max()) - int(layout.counts.min()) <= 128
+
+
+def test_no_trade_is_made_twice_where_even_work_and_the_price_disagree(monkeypatch):
+    """What one aim gives, the other takes back: the search would go in circles up to its limit."""
+    lengths = [16026, 542, 510, 421, 663, 376, 660, 14803, 383, 451, 555, 18231, 582, 474, 10859]
+    trades, swap = [], Deal.swap
+
+    def noted(deal, giver, taker, given, back):
+        trades.append((giver.rank, taker.rank, given, back))
+        swap(deal, giver, taker, given, back)
+
+    monkeypatch.setattr(Deal, "swap", noted)
+    balanced([grid_of(lengths, causal=False)], 8, pairs_per_row=100.0)
+    assert trades
+    assert len(set(trades)) == len(trades)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "exponential"])

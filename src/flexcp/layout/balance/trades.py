@@ -33,13 +33,17 @@ class Trade(NamedTuple):
 def improve(deal: Deal, most: float = math.inf) -> None:
     """Trades of the slowest rank, as long as any is worth it and the price is not too high."""
     stuck: set[tuple[int, bool]] = set()  # they are asked again once changed, or all else is stuck
+    made: set[tuple[int, int, Pieces, Pieces]] = set()
     changed = False
     for _ in range(deal.objective.tries * len(deal.shares)):
         if deal.price() > most or len(deal.shares) == 1:
             return
         for turn in _turns(deal, stuck):
             trade = turn.best()
-            if trade:
+            # One that was made before has been taken back since: even work and the price disagree.
+            known = trade and (turn.giver.rank, trade.taker.rank, trade.given, trade.back)
+            if trade and known and known not in made:
+                made.add(known)
                 price = deal.price()
                 deal.swap(turn.giver, trade.taker, trade.given, trade.back)
                 if turn.uneven or deal.price() < price:
