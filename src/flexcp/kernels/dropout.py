@@ -86,7 +86,7 @@ class Dropout:
     def kept(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """Whether weights are kept, for indices that broadcast against each other.
 
-        >>> i = torch.arange(64)
+        >>> i = torch.arange(512)
         >>> zero = torch.zeros(1, dtype=torch.int64)
         >>> round(Dropout(0.25, 7).kept(zero, zero, i[:, None], i).double().mean().item(), 2)
         0.75

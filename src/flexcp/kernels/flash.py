@@ -21,7 +21,8 @@ from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.program import Program
 from flexcp.kernels.score import ScoreMod, deterministic_sums
-from flexcp.kernels.strip_data import (
+from flexcp.kernels.strip_gradients import strips_backward
+from flexcp.kernels.strips import (
     BackwardInputs,
     GradientSums,
     Scoring,
@@ -30,8 +31,8 @@ from flexcp.kernels.strip_data import (
     Workspace,
     exponential_for,
     of_chunk,
+    strips_forward,
 )
-from flexcp.kernels.strips import strips_backward, strips_forward
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.merge import merge_into
 from flexcp.kernels.program import Piece
-from flexcp.kernels.strip_data import bias_of, keys_of, rows_of
+from flexcp.kernels.strips import bias_of, keys_of, rows_of
 
 
 def fused_forward(

@@ -7,30 +7,273 @@ so large that their last digit counts, the base is e, as in the fused ops, whose
 the last digit. Where scores are so small that no exponential overflows, as they are, strips only
 add to sums. Key heads that several query heads share are never repeated: those heads become further
 rows.
+
+Letters in names: N batch elements times key heads, R query heads per key head, T rows and U keys
+of a strip, L rows or keys, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from flexcp.kernels.dropout import drop_, droppable
+from flexcp.kernels.dropout import Dropout, drop_, droppable, numbers_of
 from flexcp.kernels.merge import merge_into
-from flexcp.kernels.program import Piece
-from flexcp.kernels.strip_data import (
-    BackwardInputs,
-    GradientSums,
-    Scoring,
-    StripResults,
-    StripTensors,
-    StripViews,
-    Workspace,
-    by_row,
-    keys_of,
-    rows_of,
-)
+from flexcp.kernels.program import Forbidden, Piece, StripSizes, row_stride
+from flexcp.kernels.score import ScoreMod
+from flexcp.kernels.strip_scores import changed_scores
+
+LOG2_E = math.log2(math.e)
+_LARGE_SCORE = 256.0
+"""From here on, rounding to another base shows in weights: by a factor of 1e-5, or more."""
+_SMALL_SCORE = 48 * math.log(2.0)
+"""Up to here, exponentials of the scores as they are neither overflow nor vanish, nor do sums of
+their products with values between 1e-23 and 1e+16."""
+_CHUNK_PER_THREAD = 5 << 17
+"""Scores held at a time, per thread: more would not stay in cache."""
+_CHUNK_MOST = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How scores come from products of rows and keys."""
+
+    scale: float
+    mod: ScoreMod | None
+    q_positions: Tensor | None = None
+    """int64 [Lq] Global positions, as the score function sees them."""
+    kv_positions: Tensor | None = None
+    """int64 [Lkv] Global positions of the keys."""
+    consecutive: bool = False
+    """Whether those of queries, and those of keys, count up by 1."""
+    dropout: Dropout | None = None
+    """Of the weights."""
+    base: float = 2.0
+    """Of the exponential: 2, or e for scores so large that a change of base would show."""
+    small: bool = False
+    """Whether all scores are so small that none has to be taken from them first."""
+
+    @property
+    def change(self) -> float:
+        """What scores are multiplied with for that base."""
+        return LOG2_E if self.base == 2.0 else 1.0
+
+    def power_(self, x: Tensor) -> Tensor:
+        """The base to the power of x, in place."""
+        return x.exp2_() if self.base == 2.0 else x.exp_()
+
+    def logarithm_(self, x: Tensor) -> Tensor:
+        """The logarithm of x to the base, in place."""
+        return x.log2_() if self.base == 2.0 else x.log_()
+
+
+def exponential_for(q: Tensor, k: Tensor, scale: float) -> tuple[float, bool]:
+    """The base of the exponential for the scores of q and k, and whether all of them are small.
+
+    The base is 2, or e if some may be large. On a GPU that would have to be waited for: there it is
+    2, and nothing is said of their size.
+    """
+    if type(q) is not Tensor or q.device.type != "cpu" or not q.numel() or not k.numel():
+        return 2.0, False
+    of_q, of_k = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (q, k))
+    most = of_q * of_k * abs(scale)
+    return (math.e if most > _LARGE_SCORE else 2.0), most <= _SMALL_SCORE
+
+
+def rows_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
+    """The query rows of a piece."""
+    return x.narrow(dim, piece.q0, piece.rows)
+
+
+def keys_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:
+    """The keys of a piece."""
+    return x.narrow(dim, piece.k0, piece.keys)
+
+
+def by_row(x: Tensor, piece: Piece) -> Tensor:
+    """[N, R, L, ...] at the rows of a piece, as [N, R*T, ...]; a view unless heads share keys."""
+    return rows_of(x, piece).flatten(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class StripTensors:
+    """Q, K and V of a head group, in the accumulation type, laid out for batched products."""
+
+    q_NRLD: Tensor  # noqa: N815
+    k_NLD: Tensor  # noqa: N815
+    v_NLD: Tensor  # noqa: N815
+    b_N: Tensor | None = None  # noqa: N815
+    """int64 Batch element of each n; only a score function needs to know."""
+    h_NR: Tensor | None = None  # noqa: N815
+    """int64 Query head of each n, r; only a score function needs to know."""
+    row_NRL: Tensor | None = None  # noqa: N815
+    """int32 First hash of each row; only dropout needs to know, as the next two."""
+    second_NRL: Tensor | None = None  # noqa: N815
+    """int32 Second hash of each row."""
+    key_NL: Tensor | None = None  # noqa: N815
+    """int32 Hash of each key."""
+
+
+@dataclass(frozen=True, eq=False)
+class StripResults:
+    """Where forward strips leave, or merge, what they find; all in the accumulation type."""
+
+    out_NRLD: Tensor  # noqa: N815
+    lse_NRL: Tensor  # noqa: N815
+    highest_NRL: Tensor | None  # noqa: N815
+    """The largest score of each row, if wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardInputs:
+    """What the backward pass starts from, in the accumulation type."""
+
+    grad_out_NRLD: Tensor  # noqa: N815
+    minus_lse_NRL: Tensor  # noqa: N815
+    """Minus the *global* lse, to the base of `Scoring`; -inf for rows that see nothing at all."""
+    minus_delta_NRL: Tensor  # noqa: N815
+    """The gradient of lse, minus the row sums of out * grad_out."""
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSums:
+    """Where backward strips add their results, all in the accumulation type."""
+
+    q_NRLD: Tensor  # noqa: N815
+    k_NLD: Tensor  # noqa: N815
+    v_NLD: Tensor  # noqa: N815
+    captured: list[Tensor]
+    """One for each captured tensor that needs a gradient."""
+
+
+_Record = TypeVar("_Record", StripTensors, StripResults, BackwardInputs, GradientSums)
+
+
+def of_chunk(record: _Record, chunk: slice) -> _Record:
+    """The record's tensors at some of their first dimension (N) alone, as views."""
+    size = chunk.stop - chunk.start
+    if chunk.start == 0 and size == getattr(record, fields(record)[0].name).shape[0]:
+        return record
+    views: dict[str, Any] = {
+        field.name: value.narrow(0, chunk.start, size)
+        for field in fields(record)
+        if isinstance(value := getattr(record, field.name), Tensor)
+    }
+    return replace(record, **views)
+
+
+class Workspace:
+    """Memory that the strips of a call use in turn: for a product, for scores, and for dropout.
+
+    Allocating them anew each time would cost as much as a matrix product.
+    """
+
+    def __init__(
+        self, tensors: StripTensors, sizes: StripSizes, *, scores: int, dropout: bool
+    ) -> None:
+        n, r = tensors.q_NRLD.shape[:2]
+        budget = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _CHUNK_MOST)
+        most = max(1, budget // (r * sizes.typical_pairs))
+        self._n = n
+        self._step = -(-n // -(-n // most))  # as few groups as that takes, of even size
+        dim = max(tensors.k_NLD.shape[-1], tensors.v_NLD.shape[-1])
+        self.in_place = torch.get_num_threads() == 1
+        """Whether products go straight to where they belong: threads share a batch of products
+        only if its result is contiguous."""
+        longest = max(r * sizes.rows, sizes.keys)
+        most_scores = self._step * r * sizes.padded_pairs
+        self._product = tensors.k_NLD.new_empty(self._step * longest * dim)
+        self._scores = [tensors.k_NLD.new_empty(most_scores) for _ in range(scores)]
+        self._numbers = tensors.k_NLD.new_empty(most_scores if dropout else 0, dtype=torch.int32)
+
+    def chunks(self) -> Iterator[slice]:
+        """All n, in groups that are computed together."""
+        for first in range(0, self._n, self._step):
+            yield slice(first, min(first + self._step, self._n))
+
+    def product(self, *shape: int) -> Tensor:
+        """Uninitialised memory for a product [n, rows or keys, D]."""
+        return self._product.narrow(0, 0, math.prod(shape)).view(shape)
+
+    def scores(self, which: int, n: int, rows: int, keys: int) -> Tensor:
+        """Uninitialised memory for the scores of a strip, [n, rows, keys]."""
+        stride = row_stride(keys)
+        return self._scores[which].as_strided((n, rows, keys), (rows * stride, stride, 1))
+
+    def numbers(self, n: int, rows: int, keys: int) -> Tensor:
+        """Uninitialised memory for an int32 for each score of a strip, [n, rows, keys]."""
+        return self._numbers.narrow(0, 0, n * rows * keys).view(n, rows, keys)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StripViews:
+    """A strip's own part of everything, looked up before any strip is computed.
+
+    A look-up between two passes over memory finds the interpreter's memory driven out of the cache,
+    and takes ten times as long as one after another look-up.
+    """
+
+    piece: Piece
+    q_NTD: Tensor  # noqa: N815
+    """Queries; those of heads that share keys are further rows."""
+    k_NUD: Tensor  # noqa: N815
+    v_NUD: Tensor  # noqa: N815
+    scores: Tensor
+    """[N, T, U] Memory for the scores, and then the weights."""
+    edges: tuple[tuple[Tensor, Tensor], ...]
+    """Scores of columns in which some pairs are forbidden, each with what is added to them."""
+    hashes: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    """Both hashes of rows, the hashes of keys, and memory for the numbers of weights."""
+
+    @classmethod
+    def of(
+        cls, tensors: StripTensors, piece: Piece, work: Workspace, *, biased: bool
+    ) -> StripViews:
+        """Those of one strip; `biased` says whether what is forbidden is added to the scores."""
+        q = by_row(tensors.q_NRLD, piece)
+        n, rows = q.shape[:2]
+        scores = work.scores(0, n, rows, piece.keys)
+        tile = scores.view(-1, piece.rows, piece.keys)
+        edges = tuple(
+            (tile.narrow(2, e.c0, e.c1 - e.c0), bias_of(e, q.dtype, q.device))
+            for e in (piece.forbidden if biased else ())
+        )
+        hashes = None
+        if tensors.row_NRL is not None:
+            assert tensors.second_NRL is not None
+            assert tensors.key_NL is not None
+            row, second = (by_row(x, piece) for x in (tensors.row_NRL, tensors.second_NRL))
+            key = keys_of(tensors.key_NL, piece, 1).unsqueeze(1)
+            numbers = work.numbers(n, rows, piece.keys)
+            hashes = row.unsqueeze(-1), second.unsqueeze(-1), key, numbers
+        k, v = keys_of(tensors.k_NLD, piece, 1), keys_of(tensors.v_NLD, piece, 1)
+        return cls(piece, q, k, v, scores, edges, hashes)
+
+    def forbid(self) -> None:
+        """Sets the scores of forbidden pairs to -inf, by adding it: far faster than filling."""
+        for scores, bias in self.edges:
+            scores.add_(bias)
+
+    def numbers(self) -> Tensor:
+        """int32 [N, T, U] The numbers that decide which weights are dropped."""
+        assert self.hashes is not None
+        return numbers_of(*self.hashes)
+
+
+def bias_of(edge: Forbidden, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What to add to the scores: -inf where the pair may not attend, else 0; made once."""
+    found = edge.biases.get((dtype, device))
+    if found is None:
+        zeros = torch.zeros(edge.pairs.shape, dtype=dtype)
+        found = zeros.masked_fill_(edge.pairs, -torch.inf).to(device)
+        if type(found) is Tensor:  # nothing that a FakeTensorMode made outlives it
+            edge.biases[dtype, device] = found
+    return found
 
 
 def strips_forward(
@@ -52,7 +295,9 @@ def strips_forward(
         _add_up(views, scoring, work, results, begun=begun)
         return
     for view in views:
-        change, factor = (None, scoring.change) if mod is None else _change(tensors, view, scoring)
+        change, factor = (
+            (None, scoring.change) if mod is None else changed_scores(tensors, view, scoring)
+        )
         _merge(view, change, factor, scoring, work, results)
 
 
@@ -75,7 +320,7 @@ def _add_up(
         (
             view,
             view.k_NUD.transpose(1, 2),
-            droppable(view.scores),
+            view.scores if dropout is None else droppable(view.scores),
             by_row(out, view.piece) if in_place else rows_of(out, view.piece),
             rows_of(total, view.piece),
         )
@@ -86,7 +331,7 @@ def _add_up(
         scores.baddbmm_(view.q_NTD, k_columns, beta=0, alpha=factor)
         view.forbid()
         sums = scoring.power_(scores).sum(-1).view(own_total.shape)
-        _store(own_total, sums, first=first)
+        store(own_total, sums, first=first)
         if dropout is not None:
             drop_(weights, view.numbers(), dropout.threshold)
         if in_place:
@@ -94,7 +339,7 @@ def _add_up(
         else:
             found = work.product(*scores.shape[:2], out.shape[-1])
             found.baddbmm_(scores, view.v_NUD, beta=0)
-            _store(target, found.view(target.shape), first=first)
+            store(target, found.view(target.shape), first=first)
     divisor = total.masked_fill(total == 0, 1.0)
     out.div_((divisor if dropout is None else divisor.mul_(1.0 - dropout.p)).unsqueeze(-1))
     scoring.logarithm_(total).div_(scoring.change)
@@ -144,142 +389,9 @@ def _merge(
         torch.maximum(most, highest.div_(scoring.change).view(most.shape), out=most)
 
 
-def _change(
-    tensors: StripTensors, view: StripViews, scoring: Scoring
-) -> tuple[Callable[[Tensor], None], float]:
-    """What the score function and the mask's edges do to a strip's scores, in place.
-
-    Also what the scores have to be multiplied with before. They are changed to another base too.
-    """
-    mod, piece = scoring.mod, view.piece
-    assert mod is not None
-    indices = _indices(tensors, piece, scoring)
-    chain = None if mod.chain is None else mod.chain.prepared(view.scores.dtype, scoring.change)
-
-    def change(tile: Tensor) -> None:
-        if chain is None:
-            torch.mul(mod.apply(tile, *indices), scoring.change, out=tile)
-        else:
-            b_N, h_NR = mod.numbered(*indices[:2])  # noqa: N806
-            q_at, kv_at = indices[2:]
-            found = chain.run(
-                tile, b_N[:, None, None, None], h_NR[:, :, None, None], q_at[:, None], kv_at,
-                consecutive=scoring.consecutive,
-            )  # fmt: skip
-            if found is not tile:
-                tile.copy_(found)
-        _fill_forbidden(tile, piece)
-
-    return change, 1.0 if chain is None else chain.factor
-
-
-def strips_backward(
-    tensors: StripTensors,
-    pieces: Sequence[Piece],
-    scoring: Scoring,
-    work: Workspace,
-    given: BackwardInputs,
-    sums: GradientSums,
-) -> None:
-    """Adds the strips' share of the gradients to `sums`."""
-    r, in_place = tensors.q_NRLD.shape[1], work.in_place
-    scale, dropout = scoring.scale, scoring.dropout
-    strips = []
-    for piece in pieces:
-        view = StripViews.of(tensors, piece, work, biased=scoring.mod is None)
-        strips.append(
-            (
-                view,
-                work.scores(1, *view.scores.shape),
-                by_row(given.grad_out_NRLD, piece),
-                by_row(given.minus_lse_NRL, piece).unsqueeze(-1),
-                by_row(given.minus_delta_NRL, piece).unsqueeze(-1),
-                by_row(sums.q_NRLD, piece) if r == 1 and in_place else rows_of(sums.q_NRLD, piece),
-                keys_of(sums.k_NLD, piece, 1),
-                keys_of(sums.v_NLD, piece, 1),
-            )
-        )
-    for view, grads, grad_out, minus_lse, minus_delta, sum_q, sum_k, sum_v in strips:
-        q, k, weights, first = view.q_NTD, view.k_NUD, view.scores, view.piece.first_write
-        if scoring.mod is None:
-            weights.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=scale * scoring.change)
-            view.forbid()
-        else:
-            tile, modified = _modified(tensors, view, scoring, work)
-        scoring.power_(weights.add_(minus_lse))
-        factor = 1.0 if dropout is None else dropout.factor
-        grads.baddbmm_(grad_out, view.v_NUD.transpose(1, 2), beta=0, alpha=factor)
-        if dropout is None:
-            grads.add_(minus_delta).mul_(weights)
-        else:
-            numbers, threshold = view.numbers(), dropout.threshold
-            drop_(droppable(grads), numbers, threshold)
-            grads.add_(minus_delta).mul_(weights)
-            drop_(droppable(weights), numbers, threshold)
-        _add_product(sum_v, weights.transpose(1, 2), grad_out, factor, work)
-        if scoring.mod is not None:
-            found = scoring.mod.pull_back(tile, modified, grads.view(tile.shape), sums.captured)
-            grads = found.reshape(grads.shape)
-        _add_product(sum_k, grads.transpose(1, 2), q, scale, work)
-        if r == 1 and in_place:
-            sum_q.baddbmm_(grads, k, beta=0 if first else 1, alpha=scale)
-        else:
-            found = work.product(*q.shape).baddbmm_(grads, k, beta=0, alpha=scale)
-            _store(sum_q, found.view(sum_q.shape), first=first)
-
-
-def _modified(
-    tensors: StripTensors, view: StripViews, scoring: Scoring, work: Workspace
-) -> tuple[Tensor, Tensor]:
-    """The scores [N, R, T, U] of a strip as they were given to its score function, and its result.
-
-    Both can be differentiated. What the function made of them, to another base, and without what
-    is forbidden, is left in the strip's scores.
-    """
-    mod, piece, scores = scoring.mod, view.piece, view.scores
-    assert mod is not None
-    given = work.scores(2, *scores.shape)
-    given.baddbmm_(view.q_NTD, view.k_NUD.transpose(1, 2), beta=0, alpha=scoring.scale)
-    # They may be needed to differentiate the score function at them.
-    tile = given.view(scores.shape[0], -1, piece.rows, piece.keys).requires_grad_()
-    with torch.enable_grad():
-        modified = mod.apply(tile, *_indices(tensors, piece, scoring))
-    found = scores.view(tile.shape)
-    torch.mul(modified.detach(), scoring.change, out=found)
-    _fill_forbidden(found, piece)
-    return tile, modified
-
-
-def _store(target: Tensor, found: Tensor, *, first: bool) -> None:
+def store(target: Tensor, found: Tensor, *, first: bool) -> None:
     """Writes to, or adds to, what is there."""
     if first:
         target.copy_(found)
     else:
         target.add_(found)
-
-
-def _add_product(target: Tensor, a: Tensor, b: Tensor, factor: float, work: Workspace) -> None:
-    """Adds factor * a @ b to target."""
-    if work.in_place:
-        target.baddbmm_(a, b, alpha=factor)
-    else:
-        target.add_(work.product(*target.shape).baddbmm_(a, b, beta=0, alpha=factor))
-
-
-def _indices(
-    tensors: StripTensors, piece: Piece, scoring: Scoring
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a score function is told of a strip: b [N], h [N, R], positions [T] and [U]."""
-    assert tensors.b_N is not None
-    assert tensors.h_NR is not None
-    assert scoring.q_positions is not None
-    assert scoring.kv_positions is not None
-    q_at = rows_of(scoring.q_positions, piece, 0)
-    return tensors.b_N, tensors.h_NR, q_at, keys_of(scoring.kv_positions, piece, 0)
-
-
-def _fill_forbidden(tile: Tensor, piece: Piece) -> None:
-    """Fills forbidden scores with -inf: a score function may have made them infinite or NaN."""
-    for edge in piece.forbidden:
-        pairs = edge.pairs.to(tile.device)
-        tile.narrow(3, edge.c0, edge.c1 - edge.c0).masked_fill_(pairs, -torch.inf)

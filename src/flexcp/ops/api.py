@@ -193,7 +193,8 @@ def attention(
     """
     if type(plan) is not Plan:
         require("plan", plan, Plan, "pass what flexcp.make_plan returned")
-    check_flags(return_lse=return_lse)
+    if not isinstance(return_lse, bool):
+        check_flags(return_lse=return_lse)
     out, lse = attention_of_heads(
         q, k, v, plan, mask, score_mod, scale, sinks, kernel, dropout_p, dropout_seed
     )

@@ -82,7 +82,7 @@ def as_scale(scale: float | Tensor | None) -> float | None:
         )
     if scale is None:
         return None
-    factor = as_number(scale)
+    factor = scale if isinstance(scale, float) else as_number(scale)  # a compiler's symbols too
     if factor is None or not (factor == 0 or _SMALLEST_SCALE < abs(factor) < _LARGEST_SCALE):
         raise FlexCPError(
             "scale to be a finite number that float32 can hold",

@@ -61,8 +61,8 @@ def test_names_and_numbers_are_whole_in_narrow_terminals(flexcp, monkeypatch, wi
 
 
 def test_a_plan_that_is_not_the_cheapest_says_why(flexcp):
-    out = flexcp("plan", "causal", "--tokens", "64K", "--ranks", 4).out
-    about = chosen_strategy(make_plan(masks.causal(), 1 << 16, 4, num_heads=32, head_dim=128)).about
+    out = flexcp("plan", "causal", "--tokens", "128K", "--ranks", 4).out
+    about = chosen_strategy(make_plan(masks.causal(), 1 << 17, 4, num_heads=32, head_dim=128)).about
     assert "The cheaper ones hold more rows" in " ".join(out.split())
     assert "hardly slower than the cheapest" in about
 
@@ -270,7 +270,7 @@ def test_several_masks_share_one_layout(flexcp):
         (("causal", "--tokens", "0"), "expected at least one token, got 0"),
         (
             ("causal", "--tokens", "900000G"),
-            "expected q_len to be at most 1,099,511,627,776, got 966",
+            "expected seq_len to be at most 1,099,511,627,776, got 966",
         ),
         (("sliding_window(-3)",), "expected left to be an integer of at least 0, got -3;"),
     ],
