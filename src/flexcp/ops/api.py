@@ -18,6 +18,7 @@ from flexcp.ops.arguments import (
     as_dropout_seed,
     as_scale,
     autocast,
+    check_return_lse,
     check_sinks,
     check_tensors,
     needs_gradients,
@@ -193,8 +194,7 @@ def attention(
     """
     if type(plan) is not Plan:
         require("plan", plan, Plan, "pass what flexcp.make_plan returned")
-    if not isinstance(return_lse, bool):
-        check_flags(return_lse=return_lse)
+    check_return_lse(return_lse)
     out, lse = attention_of_heads(
         q, k, v, plan, mask, score_mod, scale, sinks, kernel, dropout_p, dropout_seed
     )

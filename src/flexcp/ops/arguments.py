@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flexcp.errors import FlexCPError, as_number, as_whole, quote, require, told
+from flexcp.errors import FlexCPError, as_number, as_whole, check_flags, quote, require, told
 from flexcp.torch_names import function_mode_is_on
 
 P = ParamSpec("P")
@@ -94,6 +94,12 @@ def as_scale(scale: float | Tensor | None) -> float | None:
 
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 """What kernels multiply it with in float32 leaves neither 0 nor infinity."""
+
+
+def check_return_lse(flag: object) -> None:
+    """Raises unless it is True or False; a warm call opens no other file to find that out."""
+    if not isinstance(flag, bool):
+        check_flags(return_lse=flag)
 
 
 def needs_gradients(*inputs: Tensor | None) -> bool:
