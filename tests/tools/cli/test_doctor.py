@@ -126,7 +126,7 @@ def test_ranks_of_torchrun_are_examined_together(tmp_path):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("--local-addr", "127.0.0.1", "--module", "flexcp.tools.cli", "doctor"),
-        *("--only", "ranks", "--only", "links", "--minutes", "1", "--json", "--out", str(tmp_path)),
+        *("--only", "ranks", "--only", "links", "--minutes", "3", "--json", "--out", str(tmp_path)),
     ]
     environment = {**os.environ, "FLEXCP_DOCTOR": "", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
