@@ -42,7 +42,9 @@ def _run(model, x, how):
         for block in model:
             x = checkpoint(block, x, use_reentrant=False)
         return x
-    return torch.compile(model, backend="aot_eager")(x) if how == "compile" else model(x)
+    if how == "compile":
+        return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    return model(x)
 
 
 @pytest.mark.usefixtures("loaded_compiler")

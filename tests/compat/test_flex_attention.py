@@ -180,6 +180,38 @@ def test_torchs_mask_for_everything_is_no_mask() -> None:
     assert_close(flex_attention(Q, Q, Q, block_mask=empty), flex_attention(Q, Q, Q))
 
 
+def test_the_output_is_laid_out_in_memory_as_the_query() -> None:
+    transposed = Q.transpose(1, 2).contiguous().transpose(1, 2)
+    turned = Q.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    for query in (transposed, turned, Q):
+        out, lse = flex_attention(query, Q, Q, return_aux=AuxRequest(lse=True))
+        assert torch.equal(out, flex_attention(Q, Q, Q))
+        assert lse.lse is not None
+        strides = query.stride()[:3], out.stride()[:3]
+        assert len({tuple(sorted(range(3), key=x.__getitem__)) for x in strides}) == 1
+        assert out.stride(3) == 1
+
+
+def test_a_whole_graph_takes_a_mask_for_everything_and_returns_lse() -> None:
+    """And a score_mod, from a query that lies in memory in another order."""
+    from torch.nn.attention.flex_attention import _create_empty_block_mask
+
+    def bias(score, b, h, q, kv):  # type: ignore[no-untyped-def]
+        return score + 0.1 * (kv - q)
+
+    torch._dynamo.reset()
+    query = Q.transpose(1, 2).contiguous().transpose(1, 2)
+    empty = _create_empty_block_mask(Q, Q)
+    compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    out, lse = compiled(query, Q, Q, bias, empty, return_lse=True)
+    expected = dense_attention(
+        Q, Q, Q, allowed=torch.ones(256, 256, dtype=torch.bool), score_mod=bias
+    )
+    assert_close(out, expected.out)
+    assert_close(lse, expected.lse)
+    assert out.stride() == query.stride()
+
+
 def test_results_are_those_of_torchs_eager_function() -> None:
     mask = create_block_mask(causal, 2, 4, 256, 256, **DEVICE)
 

@@ -89,10 +89,17 @@ def test_a_function_that_was_bound_early_is_that_of_the_whole_sequence(run, rank
 
 
 def test_a_function_that_was_compiled_early_is_that_of_the_whole_sequence():
-    compiled = Attention(torch.compile(functional.scaled_dot_product_attention, backend="eager"))
+    sdpa = functional.scaled_dot_product_attention
+    compiled = Attention(torch.compile(sdpa, backend="aot_eager", fullgraph=True))
 
     def rank(mesh):
-        return through_module(mesh, compiled), through_context(mesh, compiled)
+        found = through_context(mesh, compiled), through_module(mesh, compiled)
+        dtensors = [DTensor.from_local(X, mesh, [Shard(2)], run_check=False) for _ in range(3)]
+        _enable_context_parallel_dispatcher()
+        out = compiled.sdpa(*dtensors, is_causal=True)
+        assert torch.equal(out.to_local(), sdpa(*dtensors, is_causal=True).to_local())
+        _disable_context_parallel_dispatcher()
+        return found
 
     wanted = one_process(Attention())
     for found in spawn(rank, 2, timeout=200):

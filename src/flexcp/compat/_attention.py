@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
     FlexKernelOptions,
+    noop_mask,
 )
 
 from flexcp.errors import FlexCPError, check_flags, require
@@ -25,6 +26,7 @@ from flexcp.masks import Mask
 from flexcp.ops.api import flex_attention as _attention
 from flexcp.ops.api import is_kernel_option
 from flexcp.ops.arguments import FLOATS, overridable
+from flexcp.ops.mask_cache import in_graph
 
 __all__ = ["AuxOutput", "AuxRequest", "FlexKernelOptions", "flex_attention"]
 
@@ -91,11 +93,11 @@ def flex_attention(
             "Cannot specify both return_lse and return_aux. "
             "return_lse is deprecated, please use return_aux=AuxRequest(lse=True) instead."
         )
-    if return_lse:
+    if return_lse and not torch.compiler.is_compiling():  # a warning would break the graph
         warnings.warn(
             "return_lse is deprecated; please use return_aux=AuxRequest(lse=True) instead.",
             FutureWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     _check_options(kernel_options)
     # As torch: keys and values may have another type, and options that nobody knows do nothing.
@@ -103,8 +105,8 @@ def flex_attention(
     known = {name: x for name, x in (kernel_options or {}).items() if is_kernel_option(name)}
     mask: BlockMask | Mask | None = block_mask
     if block_mask is not None and _stands_for_everything(block_mask):
-        mask = Mask(block_mask.mask_mod)
-    return _attention(
+        mask = _of_any_length(block_mask)
+    found = _attention(
         query,
         key,
         value,
@@ -116,6 +118,39 @@ def flex_attention(
         known or None,
         return_aux=return_aux,
     )
+    if isinstance(found, Tensor):
+        return _laid_out_as(query, found)
+    out, rest = found
+    return _laid_out_as(query, out), rest  # type: ignore[return-value]
+
+
+def _of_any_length(block_mask: BlockMask) -> BlockMask | Mask | None:
+    """The mask of a BlockMask that is one block of any length."""
+    if block_mask.mask_mod is noop_mask:
+        return None
+    if torch.compiler.is_compiling():
+        return in_graph(block_mask)
+    return Mask(block_mask.mask_mod)
+
+
+def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
+    """The output with dimensions in the query's order in memory, but for the last, as torch's.
+
+    >>> _laid_out_as(torch.ones(1, 4, 3, 2).transpose(1, 2), torch.ones(1, 3, 4, 2)).stride()
+    (24, 2, 6, 1)
+    """
+    if query.is_contiguous():
+        return out
+    strides = query.stride()
+    order = [0]
+    for dim in (1, 2):
+        place = 0
+        while place < len(order) and strides[order[place]] >= strides[dim]:
+            place += 1
+        order.insert(place, dim)
+    order.append(3)
+    laid_out = out.permute(order).contiguous()
+    return laid_out.permute([order.index(dim) for dim in range(4)])
 
 
 def _check_types(

@@ -7,28 +7,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.overrides import get_overridable_functions
 
-from flexcp.comm import Transport
-from flexcp.compat._cp_layout import CPGroup, PlanKey, group_of
-from flexcp.compat._cp_options import _cp_options, _RotateMethod
+from flexcp.compat._cp_graph import graph_sdpa
+from flexcp.compat._cp_layout import CPGroup, group_of
+from flexcp.compat._cp_plan import plan_for
 from flexcp.compat._cp_transport import CollectiveTransport, backward_in_step
 from flexcp.compat.intercept import SDPA, Interception
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
-from flexcp.layout import Layout
-from flexcp.masks import causal, full
+from flexcp.graph_handles import constant_handle, numbered_handle
 from flexcp.ops.api import attention
-from flexcp.ops.arguments import autocast
-from flexcp.plan import Plan, make_plan
-from flexcp.plan.mesh import Ranks
-from flexcp.torch_names import function_mode_is_on
-
-_MOST_PLANS = 32
-"""Plans that a group keeps."""
+from flexcp.ops.arguments import as_dropout_p, as_scale, autocast, needs_gradients
+from flexcp.ops.dropout import traced_seed
+from flexcp.torch_names import constant_in_graphs, function_mode_is_on
 
 
 class ShardedSDPA(Interception):
@@ -43,9 +40,12 @@ class ShardedSDPA(Interception):
         super().__init__()
         self.mesh = mesh
         self.answered = answered
+        self.graph_handle = numbered_handle(self)
 
     def sdpa(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of this rank's queries to the keys of all ranks."""
+        if torch.compiler.is_compiling():
+            return _traced_sdpa(self.graph_handle, *args, **kwargs)
         self.answered.append("scaled_dot_product_attention")
         return sharded_sdpa(self.mesh, *args, **kwargs)
 
@@ -69,8 +69,20 @@ class DTensorSDPA(Interception):
         if not (isinstance(query, DTensor) and _is_sequence(query)):
             return SDPA(*args, **kwargs)
         mesh = query.device_mesh
-        out = sharded_sdpa(mesh, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            (handle,) = _constant_handle(mesh)
+            args = tuple(x.to_local() if isinstance(x, DTensor) else x for x in args)
+            kwargs = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in kwargs.items()}
+            out = _traced_sdpa(handle, *args, **kwargs)
+        else:
+            out = sharded_sdpa(mesh, *args, **kwargs)
         return DTensor.from_local(out, mesh, query.placements, run_check=False)
+
+
+@constant_in_graphs
+def _constant_handle(mesh: DeviceMesh) -> tuple[Tensor]:
+    """What stands for a mesh in a graph that is being made for DTensors of this mesh alone."""
+    return (constant_handle(ShardedSDPA(mesh, [])),)
 
 
 @run_eagerly_on_cpu
@@ -97,15 +109,24 @@ def patched_for_other_threads(mesh: DeviceMesh) -> Iterator[None]:
 
     As in PyTorch. A mode is on for one thread alone, where it sees the call under any name.
     """
+    # torch.compile asks which functions modes see, once, and goes by what the names stand for then.
+    get_overridable_functions()
     before = functional.scaled_dot_product_attention
     home = threading.get_ident()
+    answering = ShardedSDPA(mesh, [])
 
     @run_eagerly_on_cpu
-    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
         if threading.get_ident() == home and function_mode_is_on():
             found: Tensor = SDPA(*args, **kwargs)
             return found
         return sharded_sdpa(mesh, *args, **kwargs)
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            found: Tensor = answering.sdpa(*args, **kwargs)
+            return found
+        return run(*args, **kwargs)
 
     functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:
@@ -148,6 +169,40 @@ def _attend(
     dropout_p: float,
 ) -> Tensor:
     lead = shards[0].shape[:-2]
+    query, key, value = _fitting(shards, enable_gqa)
+    plan = plan_for(group, query, key, is_causal, shards)
+    out = cast(Tensor, attention(query, key, value, plan, scale=scale, dropout_p=dropout_p))
+    transport = plan.ranks.transport
+    if isinstance(transport, CollectiveTransport) and out.requires_grad:
+        out = backward_in_step(out, transport)
+    return out.reshape(*lead, *out.shape[-2:])
+
+
+def _traced_sdpa(
+    handle: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`sharded_sdpa` as part of a compiled graph; `handle` stands for a `ShardedSDPA`."""
+    refuse_mask(attn_mask)
+    lead = query.shape[:-2]
+    query, key, value = _fitting((query, key, value), enable_gqa)
+    p = as_dropout_p(dropout_p)
+    found: tuple[Tensor, Tensor, Tensor] = graph_sdpa(
+        query, key, value, handle, is_causal, as_scale(scale), needs_gradients(query, key, value),
+        p, traced_seed(None) if p > 0 else None,
+    )  # fmt: skip
+    return found[0].reshape(*lead, *found[0].shape[-2:])
+
+
+def _fitting(shards: Sequence[Tensor], enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, L, D] query, key and value of one sequence, in the types that are computed with."""
     query, key, value = (with_heads(x) for x in autocast(*shards))
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise FlexCPError(
@@ -158,18 +213,10 @@ def _attend(
     if key.shape[2] != query.shape[2]:
         raise FlexCPError(
             "queries and keys of the same sequence",
-            f"{query.shape[2]} rows of query and {key.shape[2]} of key on rank {group.rank}",
+            f"{query.shape[2]} rows of query and {key.shape[2]} of key on this rank",
             "shard query, key and value alike; for other sequences use one process",
         )
-    layout = group.layout_of(query.shape[2], query.device, *shards)
-    if not group.sharded or group.sharded[-1] is not layout:
-        layout = group.remember(layout)
-    plan = _plan(group, layout, query, key, is_causal)
-    out = cast(Tensor, attention(query, key, value, plan, scale=scale, dropout_p=dropout_p))
-    transport = plan.ranks.transport
-    if isinstance(transport, CollectiveTransport) and out.requires_grad:
-        out = backward_in_step(out, transport)
-    return out.reshape(*lead, *out.shape[-2:])
+    return query, key, value
 
 
 def with_heads(x: Tensor) -> Tensor:
@@ -183,39 +230,3 @@ def with_heads(x: Tensor) -> Tensor:
             "add a batch dimension",
         )
     return x.flatten(0, -3).unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
-
-
-def _plan(group: CPGroup, layout: Layout, q: Tensor, k: Tensor, is_causal: bool) -> Plan:
-    method = _cp_options.rotate_method
-    key = PlanKey(
-        layout.fingerprint(),
-        is_causal,
-        method,
-        tuple(q.shape[:2]),
-        k.shape[1],
-        q.shape[3],
-        q.dtype,
-    )
-    plans = group.plans
-    if key not in plans:
-        while len(plans) >= _MOST_PLANS:
-            plans.pop(next(iter(plans)))
-        plans[key] = make_plan(
-            causal() if is_causal else full(),
-            layout.seq_len,
-            Ranks((group.size,), group.rank, _transport(group, layout, method), group.mesh),
-            layout=layout,
-            schedule="ring" if method is _RotateMethod.ALL_TO_ALL else "allgather",
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            head_dim=q.shape[3],
-            dtype=q.dtype,
-            batch=q.shape[0],
-        )
-    return plans[key]
-
-
-def _transport(group: CPGroup, layout: Layout, method: _RotateMethod) -> Transport:
-    if method is not _RotateMethod.ALL_TO_ALL or bool((layout.counts == 0).any()):
-        return group.pairs
-    return group.rounds_as_collectives

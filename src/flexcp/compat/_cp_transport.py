@@ -76,6 +76,11 @@ class CollectiveTransport:
     backward_calls: int = 0
     """How many backward passes have been prepared."""
 
+    def next_backward(self) -> int:
+        """The number of a backward pass that will follow."""
+        self.backward_calls += 1
+        return self.backward_calls - 1
+
     @property
     def rank(self) -> int:
         """This rank."""
@@ -127,10 +132,27 @@ def backward_in_step(out: Tensor, transport: CollectiveTransport) -> Tensor:
 
     PyTorch's ring has one more all-to-all in its backward pass than ours needs: this is it.
     """
-    number = transport.backward_calls
-    transport.backward_calls += 1
+    number = transport.next_backward()
     stepped: Tensor = _InStep.apply(out, transport, number)  # type: ignore[no-untyped-call]
     return stepped
+
+
+def compare_backward_passes(
+    transport: CollectiveTransport, number: int, device: torch.device
+) -> None:
+    """Raises unless all ranks are about to run the same backward pass."""
+    own = torch.full((transport.world_size,), number, device=device)
+    ones = [1] * transport.world_size
+    group = transport.pairs.group
+    with answered(group, f"the beginning of backward pass {number}"):
+        moving = funcol.all_to_all_single(own, ones, ones, group)
+        numbers = funcol.wait_tensor(moving).tolist()
+    if len(set(numbers)) > 1:
+        raise FlexCPError(
+            "all ranks to run the backward pass of the same attention",
+            f"the calls {numbers} by rank, counted from the first",
+            "run the same backward passes in the same order on every rank",
+        )
 
 
 class _InStep(torch.autograd.Function):
@@ -141,17 +163,5 @@ class _InStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        transport: CollectiveTransport = ctx.transport
-        own = torch.full((transport.world_size,), ctx.number, device=grad.device)
-        ones = [1] * transport.world_size
-        group = transport.pairs.group
-        with answered(group, f"the beginning of backward pass {ctx.number}"):
-            moving = funcol.all_to_all_single(own, ones, ones, group)
-            numbers = funcol.wait_tensor(moving).tolist()
-        if len(set(numbers)) > 1:
-            raise FlexCPError(
-                "all ranks to run the backward pass of the same attention",
-                f"the calls {numbers} by rank, counted from the first",
-                "run the same backward passes in the same order on every rank",
-            )
+        compare_backward_passes(ctx.transport, ctx.number, grad.device)
         return grad, None, None

@@ -29,7 +29,7 @@ from flexcp.graph_handles import new_graph_handle
 from flexcp.grid import build_block_grid
 from flexcp.grid.torch_block_mask import as_device
 from flexcp.masks import Mask, MaskMod
-from flexcp.ops.mask_cache import GraphMadeMask
+from flexcp.ops.mask_cache import BLOCK_MASK_FIELDS, in_graph
 from flexcp.torch_names import (
     _DEFAULT_SPARSE_BLOCK_SIZE,
     _create_empty_block_mask,
@@ -62,10 +62,6 @@ __all__ = [
 ]
 
 
-_FIELDS = tuple(inspect.signature(BlockMask.__init__).parameters)[1:]
-"""What a BlockMask is made from, and has."""
-
-
 class GraphBlockMask(BlockMask):
     """torch's BlockMask with a graph handle, so that one compiled graph runs all of them."""
 
@@ -75,7 +71,7 @@ class GraphBlockMask(BlockMask):
     @classmethod
     def of(cls, block_mask: BlockMask) -> GraphBlockMask:
         """A copy of a BlockMask, with a graph handle of its own."""
-        found = cls(**{name: getattr(block_mask, name) for name in _FIELDS})
+        found = cls(**{name: getattr(block_mask, name) for name in BLOCK_MASK_FIELDS})
         found.graph_handle = new_graph_handle(found)
         return found
 
@@ -126,7 +122,7 @@ def create_block_mask(
             mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks=separate_full_blocks,
             compute_dq_write_order=compute_dq_write_order, dq_kv_order=dq_kv_order,
         )  # fmt: skip
-        return GraphMadeMask(**{name: getattr(found, name) for name in _FIELDS})
+        return in_graph(found)
     if not callable(mask_mod):
         raise FlexCPError("a mask_mod", told(mask_mod), "pass a function of (b, h, q_idx, kv_idx)")
     if _takes_a_score(mask_mod):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from flexcp.kernels.interface import full_shapes
 from flexcp.masks import Mask
 from flexcp.ops.arguments import check_mask_size
 
+BLOCK_MASK_FIELDS = tuple(inspect.signature(BlockMask.__init__).parameters)[1:]
+"""What a BlockMask is made from, and has."""
+
 MaskLike = BlockMask | BlockGrid | Mask | Callable[..., Tensor]
 
 
@@ -28,6 +32,11 @@ class GraphMadeMask(BlockMask):
 
     There, attention is computed from the mask_mod; outside, it is a BlockMask like any other.
     """
+
+
+def in_graph(block_mask: BlockMask) -> GraphMadeMask:
+    """A BlockMask that is being traced, as one whose mask_mod is part of the graph."""
+    return GraphMadeMask(**{name: getattr(block_mask, name) for name in BLOCK_MASK_FIELDS})
 
 
 def compiled_shapes_for(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> CompiledShapes:
