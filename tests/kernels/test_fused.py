@@ -64,7 +64,7 @@ def test_a_type_without_products_is_computed_with_in_float32(has_products: bool)
         CPU_FLASH,
         causal_backward=backward,
         multiplies=lambda _: has_products,
-        prefers_causal_mode=lambda _: True,
+        causal_rows=lambda _: 1024,
     )
     compiled = CompiledShapes(causal_shapes(2048))
     p = problem(batch=1, heads=2, kv_heads=1, q_len=2048, dim=8, dtype=torch.bfloat16)
@@ -86,7 +86,7 @@ def test_triangles_are_exact_by_mode_or_cut_whether_scores_are_small_or_large(
     by_mode: bool, size: float
 ) -> None:
     """Small ones are added up, with what rectangles found; others merged, to the base 2 or e."""
-    op = replace(CPU_FLASH, prefers_causal_mode=lambda _: by_mode)
+    op = CPU_FLASH if by_mode else replace(CPU_FLASH, causal_forward=None, causal_backward=None)
     compiled = CompiledShapes(causal_shapes(1700))
     p = problem(batch=1, heads=4, kv_heads=2, q_len=1700, dim=8, dtype=torch.float32)
     q, k, v = (x.detach() * scale for x, scale in zip(p.inputs, (size, size, 1), strict=True))
@@ -116,7 +116,7 @@ def test_bands_are_computed_as_a_batch_of_blocks_of_rows(name: str, dtype: torch
     q_len, kv_len = max(s.q1 for s in slabs), 555
     shapes = Shapes(q_len, kv_len, ((0,),), (Plane(slabs),))
     compiled = CompiledShapes(shapes)
-    program = compiled.program(0, fused=True, causal_squares=True, bands=True)
+    program = compiled.program(0, fused=True, causal_rows=1024, bands=True)
     assert any(piece.blocks > 1 for piece in program.pieces)
     p = problem(batch=2, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, dim=8, dtype=dtype)
     q, k, v = (x.detach() for x in p.inputs)

@@ -126,7 +126,7 @@ def test_large_triangles_are_single_squares_for_the_own_causal_mode_of_the_op() 
     slabs = tuple(
         Slab(q0, q1, q0, q0 + 1, 0, 1) for q0, q1 in ((0, 1100), (1100, 1300), (1300, 2600))
     )
-    program = make_program(Plane(slabs), 2600, fused=True, causal_squares=True)
+    program = make_program(Plane(slabs), 2600, fused=True, causal_rows=1024)
     squares = [(p.q0, p.q1, p.k0, p.k1) for p in program.pieces if p.causal]
     assert squares == [(0, 1100, 0, 1100), (1300, 2600, 1300, 2600)]  # the short one is in strips
     assert all(p.fused and p.first_write for p in program.pieces if p.causal)

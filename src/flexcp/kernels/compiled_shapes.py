@@ -48,21 +48,21 @@ class CompiledShapes:
         return mask_kind(self.shapes)
 
     def program(
-        self, plane: int, *, fused: bool, causal_squares: bool = False, bands: bool = False
+        self, plane: int, *, fused: bool, causal_rows: int | None = None, bands: bool = False
     ) -> Program:
         """What runs for the pairs of a plane, with or without fused ops for large rectangles.
 
-        `causal_squares` says that triangles are for the op's own causal mode, `bands` that sliding
-        windows are for its calls with a bias.
+        `causal_rows` says from how many rows on triangles are for the op's own causal mode, `bands`
+        that sliding windows are for its calls with a bias.
         """
-        key = (plane, fused, causal_squares, bands)
+        key = (plane, fused, causal_rows, bands)
         if key not in self._programs:
             with tensors_to_keep():
                 made = make_program(
                     self.shapes.planes[plane],
                     self.shapes.q_len,
                     fused=fused,
-                    causal_squares=causal_squares,
+                    causal_rows=causal_rows,
                     bands=bands,
                     kv_len=self.shapes.kv_len,
                 )

@@ -28,9 +28,6 @@ _WIDENED = 256
 """Keys from which a strip is widened to whole vectors."""
 _TRIANGLE = 1024
 """Rows up to which a stack without a large rectangle is computed by strips alone."""
-_SQUARE = 1024
-"""Rows from which a triangle is one call of the fused op's causal mode, where that is preferred;
-below, half of the pairs that it computes and more are forbidden."""
 BAND_ROWS = 32
 """Rows of a band's blocks: the fewest that the CPU op works on at a time, since each block
 computes as many pairs per row that are forbidden. With a window of 1,024 that takes a quarter less
@@ -145,16 +142,16 @@ def stacked(slabs: tuple[Slab, ...]) -> list[Stack]:
     return [Stack(tuple(stack)) for stack in done]
 
 
-def is_causal_square(stack: Stack) -> bool:
-    """Whether a stack is a triangle: its i-th row sees the first i + 1 of as many keys.
+def is_causal_square(stack: Stack, least: int) -> bool:
+    """Whether a stack is a triangle of so many rows: its i-th sees the first i + 1 of as many keys.
 
-    >>> is_causal_square(Stack((Slab(100, 1400, 100, 101, 0, 1),)))
+    >>> is_causal_square(Stack((Slab(100, 1400, 100, 101, 0, 1),)), 1024)
     True
     """
     first = stack.slabs[0]
     return (
         len(stack.slabs) == 1
-        and stack.rows >= _SQUARE
+        and stack.rows >= least
         and (first.k1 - first.k0, first.k0_step, first.k1_step) == (1, 0, 1)
     )
 

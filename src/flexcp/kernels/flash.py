@@ -233,7 +233,7 @@ def _forward_group(
     program = compiled.program(
         group.plane,
         fused=fused is not None,
-        causal_squares=fused is not None and fused.prefers_causal_mode(q.dtype),
+        causal_rows=_causal_rows(fused, q),
         bands=fused is not None and fused.masked_forward is not None,
     )
     if fused is not None and _is_one_call(program, q, k):
@@ -251,7 +251,7 @@ def _forward_group(
         fused_forward(fused, q, k, v, piece, scale, out, lse)
     if program.strips:
         tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
-        scoring = _scoring(tensors, compiled, scale, mod, dropout)
+        scoring = _scoring(tensors, program, compiled, scale, mod, dropout)
         work = Workspace(
             tensors,
             program.strip_sizes,
@@ -266,7 +266,7 @@ def _forward_group(
         )
         for chunk in work.chunks():
             own_tensors, own_results = of_chunk(tensors, chunk), of_chunk(results, chunk)
-            begun = len(program.rectangles) > 0
+            begun = program.rectangles_meet_strips
             strips_forward(own_tensors, program.strips, scoring, work, own_results, begun=begun)
     return Partial(out, lse, highest)
 
@@ -288,8 +288,8 @@ def _backward_group(
     captured: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
-    by_mode = fused is not None and fused.prefers_causal_mode(q.dtype)
-    program = compiled.program(group.plane, fused=fused is not None, causal_squares=by_mode)
+    rows = _causal_rows(fused, q)
+    program = compiled.program(group.plane, fused=fused is not None, causal_rows=rows)
     if fused is not None and _is_one_call(program, q, k):
         own = fused.backward_mode(program.pieces[0].causal)
         grads = own(grad_out, q, k, v, out.to(q.dtype), lse, scale)
@@ -304,7 +304,7 @@ def _backward_group(
     if program.strips:
         heads = k.shape[1]
         tensors = _strip_tensors(q, k, v, group, mod, dropout, compiled)
-        scoring = _scoring(tensors, compiled, scale, mod, dropout)
+        scoring = _scoring(tensors, program, compiled, scale, mod, dropout)
         work = Workspace(
             tensors,
             program.strip_sizes,
@@ -325,6 +325,14 @@ def _backward_group(
             own_given, own_sums = of_chunk(given, chunk), of_chunk(sums, chunk)
             strips_backward(own_tensors, program.strips, scoring, work, own_given, own_sums)
     return dq, dk, dv
+
+
+def _causal_rows(fused: FusedOp | None, q: Tensor) -> int | None:
+    """Rows from which triangles are for the op's causal mode: all of q, or fewer; None if it has
+    no such mode."""
+    if fused is None or fused.causal_forward is None:
+        return None
+    return min(fused.causal_rows(q.dtype) or q.shape[2], q.shape[2])
 
 
 def _is_one_call(program: Program, q: Tensor, k: Tensor) -> bool:
@@ -368,12 +376,15 @@ def _strip_tensors(
 
 def _scoring(
     tensors: StripTensors,
+    program: Program,
     compiled: CompiledShapes,
     scale: float,
     mod: ScoreMod | None,
     dropout: Dropout | None,
 ) -> Scoring:
-    base, small = exponential_for(tensors.q_NRLD, tensors.k_NLD, scale)
+    (q0, q1), (k0, k1) = program.strip_sizes.q_span, program.strip_sizes.k_span
+    q, k = tensors.q_NRLD.narrow(2, q0, q1 - q0), tensors.k_NLD.narrow(1, k0, k1 - k0)
+    base, small = exponential_for(q, k, scale)
     if mod is None:
         return Scoring(scale, None, dropout=dropout, base=base, small=small)
     device = tensors.q_NRLD.device

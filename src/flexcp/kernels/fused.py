@@ -45,10 +45,11 @@ class FusedOp:
     multiplies: Callable[[torch.dtype], bool] = lambda _: True
     """Whether the processor has matrix products of a type that are as fast as those of float32;
     tensors of other types are computed with in float32."""
-    prefers_causal_mode: Callable[[torch.dtype], bool] = lambda _: False
-    """Whether squares of a type are faster by the op's causal mode than by rectangles and strips.
-    It follows from the type and the kind of processor, not from a measurement, so that the same
-    run gives the same bits."""
+    causal_rows: Callable[[torch.dtype], int | None] = lambda _: None
+    """Rows from which a triangle of a type is faster by the op's causal mode than by rectangles and
+    strips; None if it is not. Where there is nothing else to compute, that mode is used anyway. It
+    follows from the type and the kind of processor, not from a measurement, so that the same run
+    gives the same bits."""
 
     def mode(self, causal: bool) -> Forward:
         """`forward`, or the op's own causal mode."""
@@ -131,13 +132,14 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _cpu_prefers_causal_mode(dtype: torch.dtype) -> bool:
+def _cpu_causal_rows(dtype: torch.dtype) -> int | None:
     """For half types, which strips have to convert, and where vectors are of 512 bits.
 
-    With vectors of 256 bits, rectangles and strips take 0.95 of its time forward and 0.92 backward
-    (4K and 8K, heads of 64 and 128): it computes 128 keys too many for every row.
+    With vectors of 256 bits, rectangles and strips take as long forward and 0.93 of its time
+    backward (documents at 8K): it computes 128 keys too many for every row. That is also why short
+    triangles are left to strips.
     """
-    return dtype in _HALF or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return 1024 if dtype in _HALF or "AVX512" in torch.backends.cpu.get_cpu_capability() else None
 
 
 def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -225,7 +227,7 @@ CPU_FLASH = FusedOp(
     _cpu_causal_backward,
     _cpu_masked_forward,
     _cpu_multiplies,
-    _cpu_prefers_causal_mode,
+    _cpu_causal_rows,
 )
 CUDA_FLASH = FusedOp("CUDA flash", "cuda", _HALF, 256, _cuda_flash_forward, _cuda_flash_backward)
 CUDA_EFFICIENT = FusedOp(

@@ -96,18 +96,24 @@ class StripSizes:
     """Pairs of the largest strip, its rows as long as they are in memory."""
     typical_pairs: int
     """Pairs of the strip that a pair is in, on average."""
+    q_span: tuple[int, int]
+    """The first row of any strip, and one past the last."""
+    k_span: tuple[int, int]
+    """The first key of any strip, and one past the last."""
 
     @classmethod
     def of(cls, strips: tuple[Piece, ...]) -> StripSizes:
         """The sizes of some strips; zeros if there are none."""
         if not strips:
-            return cls(0, 0, 0, 0)
+            return cls(0, 0, 0, 0, (0, 0), (0, 0))
         pairs = [p.rows * p.keys for p in strips]
         return cls(
             max(p.rows for p in strips),
             max(p.keys for p in strips),
             max(p.rows * row_stride(p.keys) for p in strips),
             sum(size * size for size in pairs) // sum(pairs),
+            (min(p.q0 for p in strips), max(p.q1 for p in strips)),
+            (min(p.k0 for p in strips), max(p.k1 for p in strips)),
         )
 
 
@@ -125,6 +131,8 @@ class Program:
     """The pieces that batched matrix products compute."""
     strip_sizes: StripSizes = field(init=False)
     """What the strips need of memory."""
+    rectangles_meet_strips: bool = field(init=False)
+    """Whether a rectangle is in rows between the first and the last of any strip."""
     nbytes: int = field(init=False)
     """Bytes of the pieces, and of their forbidden pairs as bits and as float32 biases, about."""
 
@@ -132,6 +140,9 @@ class Program:
         object.__setattr__(self, "rectangles", tuple(p for p in self.pieces if p.fused))
         object.__setattr__(self, "strips", tuple(p for p in self.pieces if not p.fused))
         object.__setattr__(self, "strip_sizes", StripSizes.of(self.strips))
+        q0, q1 = self.strip_sizes.q_span
+        meet = any(p.q0 < q1 and q0 < p.q1 for p in self.rectangles)
+        object.__setattr__(self, "rectangles_meet_strips", meet)
         edges = {id(edge): edge.pairs.numel() for p in self.pieces for edge in p.forbidden}
         nbytes = _PIECE_BYTES * len(self.pieces) + (1 + 4) * sum(edges.values())
         object.__setattr__(self, "nbytes", nbytes)
@@ -157,13 +168,13 @@ def make_program(
     q_len: int,
     *,
     fused: bool,
-    causal_squares: bool = False,
+    causal_rows: int | None = None,
     bands: bool = False,
     kv_len: int | None = None,
 ) -> Program:
     """The pieces of a plane. Without `fused`, all of them are strips.
 
-    With `causal_squares`, a triangle is one piece for the fused op's causal mode; with `bands`, a
+    From `causal_rows` on, a triangle is one piece for the fused op's causal mode; with `bands`, a
     sliding window is one piece for its calls with a bias. With `kv_len`, the number of keys that
     there are, strips are widened to even numbers of keys.
 
@@ -179,7 +190,7 @@ def make_program(
     strips: list[Strip] = []
     banded, slabs = bands_of(plane.slabs) if bands else ([], plane.slabs)
     for stack in stacked(slabs):
-        if causal_squares and is_causal_square(stack):
+        if causal_rows is not None and is_causal_square(stack, causal_rows):
             squares.append(stack.slabs[0])
             continue
         for rectangle, part in cut_out(stack) if fused else [(None, stack)]:

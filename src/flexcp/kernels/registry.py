@@ -43,7 +43,10 @@ KERNELS = {
 
 _ASKED = "it was asked for by name"
 _CAUSAL_MODE = "the op's own causal mode, as of this type on this processor"
-_CUT = "rectangles and strips, as of float32 on a processor without AVX-512"
+_CUT = (
+    "rectangles and strips, as of float32 on a processor without AVX-512, but one that is all there"
+    " is to compute by the op's own causal mode"
+)
 
 
 @dataclass(frozen=True)
@@ -369,8 +372,7 @@ def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
             if used != q.dtype:
                 found.append(f"computed in float32: this processor has no products of {q.dtype}")
             if op.causal_forward is not None:
-                by_mode = op.prefers_causal_mode(used)
-                found.append(f"triangles by {_CAUSAL_MODE if by_mode else _CUT}")
+                found.append(f"triangles by {_CAUSAL_MODE if op.causal_rows(used) else _CUT}")
             if op.masked_forward is not None:
                 found.append("sliding windows by the op with a bias forward, cut up backward")
             return op, tuple(found)

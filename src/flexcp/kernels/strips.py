@@ -183,8 +183,8 @@ class Workspace:
         self._step = -(-n // -(-n // most))  # as few groups as that takes, of even size
         dim = max(tensors.k_NLD.shape[-1], tensors.v_NLD.shape[-1])
         self.in_place = torch.get_num_threads() == 1
-        """Whether products go straight to where they belong: threads share a batch of products
-        only if its result is contiguous."""
+        """Whether products go straight to where they belong, and rows are padded: threads share a
+        batch of products only if its result is contiguous."""
         longest = max(r * sizes.rows, sizes.keys)
         most_scores = self._step * r * sizes.padded_pairs
         self._product = tensors.k_NLD.new_empty(self._step * longest * dim)
@@ -202,7 +202,7 @@ class Workspace:
 
     def scores(self, which: int, n: int, rows: int, keys: int) -> Tensor:
         """Uninitialised memory for the scores of a strip, [n, rows, keys]."""
-        stride = row_stride(keys)
+        stride = row_stride(keys) if self.in_place else keys
         return self._scores[which].as_strided((n, rows, keys), (rows * stride, stride, 1))
 
     def numbers(self, n: int, rows: int, keys: int) -> Tensor:
@@ -312,9 +312,11 @@ def _add_up(
     """`strips_forward` of small scores: sums of exponentials, which are divided in the end."""
     dropout, factor = scoring.dropout, scoring.scale * scoring.change
     out, total = results.out_NRLD, results.lse_NRL
-    scoring.power_(total.mul_(scoring.change))
+    own = slice(min(v.piece.q0 for v in views), max(v.piece.q1 for v in views))
+    own_out, own_total = out[:, :, own], total[:, :, own]
+    scoring.power_(own_total.mul_(scoring.change))
     if begun:
-        out.mul_(total.unsqueeze(-1))
+        own_out.mul_(own_total.unsqueeze(-1))
     in_place = work.in_place and out.shape[1] == 1
     strips = [
         (
@@ -326,12 +328,12 @@ def _add_up(
         )
         for view in views
     ]
-    for view, k_columns, weights, target, own_total in strips:
+    for view, k_columns, weights, target, target_total in strips:
         scores, first = view.scores, view.piece.first_write
         scores.baddbmm_(view.q_NTD, k_columns, beta=0, alpha=factor)
         view.forbid()
-        sums = scoring.power_(scores).sum(-1).view(own_total.shape)
-        store(own_total, sums, first=first)
+        sums = scoring.power_(scores).sum(-1).view(target_total.shape)
+        store(target_total, sums, first=first)
         if dropout is not None:
             drop_(weights, view.numbers(), dropout.threshold)
         if in_place:
@@ -340,9 +342,9 @@ def _add_up(
             found = work.product(*scores.shape[:2], out.shape[-1])
             found.baddbmm_(scores, view.v_NUD, beta=0)
             store(target, found.view(target.shape), first=first)
-    divisor = total.masked_fill(total == 0, 1.0)
-    out.div_((divisor if dropout is None else divisor.mul_(1.0 - dropout.p)).unsqueeze(-1))
-    scoring.logarithm_(total).div_(scoring.change)
+    divisor = own_total.masked_fill(own_total == 0, 1.0)
+    own_out.div_((divisor if dropout is None else divisor.mul_(1.0 - dropout.p)).unsqueeze(-1))
+    scoring.logarithm_(own_total).div_(scoring.change)
 
 
 def _merge(
