@@ -1,6 +1,6 @@
 """The program of a plane: its slabs cut into pieces, in the order in which they run.
 
-A piece is either a large rectangle, which a fused op computes whole, or a strip: at most 128 rows
+A piece is either a large rectangle, which a fused op computes whole, or a strip: at most 512 rows
 and one range of keys, with the few forbidden pairs at its edges, which batched matrix products
 compute. Triangles are halved until they are small, so that what is not a rectangle is a thin
 staircase along the diagonal. Where the fused op's own causal mode is faster, though it computes up
