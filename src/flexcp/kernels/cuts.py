@@ -15,7 +15,7 @@ from functools import cached_property
 from flexcp.kernels.interface import Slab
 
 STRIP_ROWS = 128
-"""Rows of a strip with slanted edges: fewer compute fewer forbidden pairs, more make better matrix products."""
+"""Rows of a strip along an edge: fewer compute fewer forbidden pairs, more make better products."""
 _FUSED_ROWS = 768
 """The CPU op works on 256 rows at a time from here on; below, strips are as fast."""
 _FUSED_KEYS = 512
@@ -39,8 +39,8 @@ is in large rectangles, and what says where its edges are would take megabytes."
 _CALL = 4096
 """What starting a piece costs, in pairs per head."""
 _EFFICIENCY = {512: 1.05, STRIP_ROWS: 1.0, 64: 0.88, 32: 0.7, 16: 0.45}
-"""Speed of strips by their rows, relative to the usual ones. The highest are for rectangles: along a
-slanted edge they compute too many forbidden pairs."""
+"""Speed of strips by their rows, relative to the usual ones. The highest are for rectangles: along
+an edge that slants they compute too many forbidden pairs."""
 
 
 @dataclass(frozen=True)

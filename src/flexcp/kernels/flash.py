@@ -328,8 +328,7 @@ def _backward_group(
 
 
 def _causal_rows(fused: FusedOp | None, q: Tensor) -> int | None:
-    """Rows from which triangles are for the op's causal mode: all of q, or fewer; None if it has
-    no such mode."""
+    """Rows from which triangles are for the op's causal mode, if it has one: all of q, or fewer."""
     if fused is None or fused.causal_forward is None:
         return None
     return min(fused.causal_rows(q.dtype) or q.shape[2], q.shape[2])
