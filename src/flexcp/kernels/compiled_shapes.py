@@ -36,7 +36,7 @@ class CompiledShapes:
             _SLAB_BYTES * len(plane.slabs) + sum(tile.bits.nbytes for tile in plane.tiles)
             for plane in shapes.planes
         )
-        self._programs: dict[tuple[int, bool, bool, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, int | None, bool], Program] = {}
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
         self._tile_lists: dict[tuple[int, int, By, torch.device], TileLists] = {}
