@@ -102,6 +102,25 @@ def test_triangles_are_exact_by_mode_or_cut_whether_scores_are_small_or_large(
         assert_close(actual, wanted, dtype=torch.float32, factor=max(1.0, size) ** 2)
 
 
+@pytest.mark.parametrize("size", [1.0, 60.0])
+@pytest.mark.parametrize("rows", [(0, 1024), (1024, 2048)], ids=["the same rows", "other rows"])
+def test_strips_are_exact_beside_rectangles_whose_scores_are_larger(
+    rows: tuple[int, int], size: float
+) -> None:
+    """Where both are in a row, its sums have to hold the scores of both."""
+    slabs = (Slab(0, 1024, 1024, 1025, 0, 1), Slab(*rows, 0, 1024))
+    shapes = Shapes(2048, 2048, ((0,),), (Plane(slabs),))
+    p = problem(batch=1, heads=2, kv_heads=2, q_len=2048, dim=8, dtype=torch.float32)
+    q, k, v = (x.detach() for x in p.inputs)
+    k[:, :, :1024] *= size
+    op = replace(CPU_FLASH, causal_forward=None, causal_backward=None)
+    found = flash.forward(q, k, v, CompiledShapes(shapes), scale=8**-0.5, fused=op)
+    wide = (x.double() for x in (q, k, v))
+    dense = dense_attention(*wide, allowed=allowed_pairs(shapes), scale=8**-0.5)
+    assert_close(found.out, dense.out, dtype=torch.float32, what="out", factor=size)
+    assert_close(found.lse, dense.lse, dtype=torch.float32, what="lse")
+
+
 BANDS = {
     "all rows and keys": (Slab(0, 256, 0, 300, 1, 1),),
     "rows left over, and a rectangle": (Slab(5, 300, 0, 90, 1, 1), Slab(5, 300, 400, 500)),

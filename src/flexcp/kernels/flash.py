@@ -381,8 +381,10 @@ def _scoring(
     mod: ScoreMod | None,
     dropout: Dropout | None,
 ) -> Scoring:
-    (q0, q1), (k0, k1) = program.strip_sizes.q_span, program.strip_sizes.k_span
-    q, k = tensors.q_NRLD.narrow(2, q0, q1 - q0), tensors.k_NLD.narrow(1, k0, k1 - k0)
+    q, k = tensors.q_NRLD, tensors.k_NLD
+    if not program.rectangles_meet_strips:  # else sums hold the scores of rectangles too
+        (q0, q1), (k0, k1) = program.strip_sizes.q_span, program.strip_sizes.k_span
+        q, k = q.narrow(2, q0, q1 - q0), k.narrow(1, k0, k1 - k0)
     base, small = exponential_for(q, k, scale)
     if mod is None:
         return Scoring(scale, None, dropout=dropout, base=base, small=small)
