@@ -32,7 +32,7 @@ class Answering(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _ShardedCall:
     """A call that has run forward."""
 
     op: ShardedAttention
@@ -79,7 +79,7 @@ def graph_sdpa(
     transport, step = plan.ranks.transport, None
     if gradients and isinstance(transport, CollectiveTransport):
         step = (transport, transport.next_backward())
-    state = _Call(op, call.pack(saved) if gradients else (), step)
+    state = _ShardedCall(op, call.pack(saved) if gradients else (), step)
     return saved.out.contiguous(), saved.lse.contiguous(), constant_handle(state)
 
 
@@ -103,7 +103,7 @@ def _(
 def _graph_sdpa_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    state = cast(_Call, owner_of(handle))
+    state = cast(_ShardedCall, owner_of(handle))
     if state.step is not None:
         compare_backward_passes(*state.step, grad.device)
     call = state.op.again(state.kept[0])
