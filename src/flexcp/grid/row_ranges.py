@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexcp.grid.analysis.indexing import in_parts, take
+from flexcp.grid.analysis.indexing import take
 from flexcp.grid.columns import MOST_RANGES, Column, intersection, union
 from flexcp.grid.grid import BlockGrid
 from flexcp.masks import trace_mask
@@ -123,21 +123,20 @@ def _of_grid(grid: BlockGrid) -> RowRanges:
     planes = []
     for b, h in zip(grid.planes.b, grid.planes.h, strict=True):
         reader = _RangeReader(graph, b, h, torch.arange(grid.kv_start, grid.kv_start + grid.kv_len))
-        parts: list[list[Column]] = []
-        for q in in_parts(torch.arange(grid.q_start, grid.q_start + grid.q_len), _TOGETHER):
+        found: dict[int, KeyColumn] = {}
+        for first in range(0, grid.q_len, _TOGETHER):
+            at = slice(first, min(first + _TOGETHER, grid.q_len))
+            q = torch.arange(grid.q_start + at.start, grid.q_start + at.stop)
             columns = reader.allowed(graph.output, q)
             if columns is None:
                 return RowRanges(None)
-            nothing = (torch.tensor(0), torch.tensor(0))
-            columns += [nothing] * (MOST_RANGES - len(columns))
-            parts.append([(a.expand(q.shape), b.expand(q.shape)) for a, b in columns])
-        planes.append(
-            tuple(
-                KeyColumn(*(torch.cat([part[i][side] for part in parts]) for side in (0, 1)))
-                for i in range(MOST_RANGES)
-                if any(bool((part[i][0] < part[i][1]).any()) for part in parts)
-            )
-        )
+            for i, (start, stop) in enumerate(columns):
+                if bool((start < stop).any()):
+                    if i not in found:
+                        found[i] = KeyColumn(*torch.zeros(2, grid.q_len, dtype=torch.int64))
+                    found[i].start[at] = start
+                    found[i].stop[at] = stop
+        planes.append(tuple(found[i] for i in sorted(found)))
     return RowRanges(tuple(planes))
 
 

@@ -199,12 +199,9 @@ def _uncrossed(first: Tensor, last: Tensor) -> Tensor:
         before = np.maximum.accumulate(before)
     if (after[1:] < after[:-1]).any():
         after = np.minimum.accumulate(after[::-1])[::-1]
-    before, after = before[:-1], after[1:]
-    position = np.arange(1, first.numel())
     # No row before ends beyond its successor's first key, so that one comparison finds few.
-    near = np.flatnonzero(before <= after)
-    closed = (before[near] <= position[near]) & (after[near] >= position[near])
-    return torch.from_numpy(position[near[closed]])
+    near = np.flatnonzero(before[:-1] <= after[1:]) + 1
+    return torch.from_numpy(near[(before[near - 1] <= near) & (after[near] >= near)])
 
 
 def _hull_of_tiles(grid: BlockGrid, planes: Sequence[int]) -> tuple[Tensor, Tensor]:

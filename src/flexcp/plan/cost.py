@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flexcp.grid.analysis.indexing import take
 from flexcp.plan.machine import Machine
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.traffic import elements_per_row
@@ -70,7 +71,7 @@ def price(
     before, after = swaps(schedule, machine, shape)
     seconds = []
     compute = if_even = 0.0
-    pairs: Tensor | None = None
+    pairs: Any = None
     for name, what, factor in (
         ("forward", schedule.forward, 1.0),
         ("backward", schedule.backward, machine.backward),
@@ -81,7 +82,7 @@ def price(
                 pairs = profile.of_tasks(what.work, what.rounds)
             work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
             total = work.sum(0)
-            took = _play(what, work, links, partial(record, name) if record else None)
+            took = _play(what, work, links, partial(_noted, record, name) if record else None)
             found = took, float(total.max()), float(total.mean())
         if known is not None:
             known[what] = found
@@ -97,71 +98,73 @@ def _busiest(schedule: Schedule) -> int:
     return max(range(len(schedule.heads)), key=lambda place: len(schedule.heads[place].q))
 
 
-_Note = Callable[[str, int, Tensor, Tensor], None]
+_Note = Callable[[str, int, Any, Any], None]
 
 
-def _play(what: Pass, work: Tensor, links: _Links, note: _Note | None) -> float:
+def _noted(record: Recorder, name: str, kind: str, i: int, begin: Any, end: Any) -> None:
+    record(name, kind, i, torch.from_numpy(begin.copy()), torch.from_numpy(end.copy()))
+
+
+def _play(what: Pass, work: Any, links: _Links, note: _Note | None) -> float:
     """Seconds until the last rank has done all of its work and sent all of its gradients."""
     groups = work.shape[1]
     moving, moves_at = links.times(what.moves, what.rounds, groups)
     returning, returns_at = links.times(what.returns, what.rounds, groups)
     exposed = 1.0 - links.machine.hidden
-    channel = torch.zeros(groups, dtype=torch.float64)
-    done = [torch.zeros(groups, dtype=torch.float64)] * 2
+    channel = np.zeros(groups)
+    done = [np.zeros(groups)] * 2
     for i in range(what.rounds):
         if moves_at[i] is not None:
             # Two buffers: what is computed, and what arrives meanwhile.
-            begin = torch.maximum(channel, done[-2]) if i > 1 else channel
+            begin = np.maximum(channel, done[-2]) if i > 1 else channel
             begin = _both_ends(begin, moves_at[i])
-            channel = torch.where(moving[i] > 0, begin + moving[i], channel)
+            channel = np.where(moving[i] > 0, begin + moving[i], channel)
             if note:
                 note("receive", i, begin, begin + moving[i])
         slowed = work[i] + exposed * (moving[i] + returning[i])
-        start = torch.maximum(done[-1], channel)
-        done.append(torch.where(work[i] > 0, start + slowed, done[-1]))
+        start = np.maximum(done[-1], channel)
+        done.append(np.where(work[i] > 0, start + slowed, done[-1]))
         if note:
-            note("compute", i, start, torch.where(work[i] > 0, start + slowed, start))
+            note("compute", i, start, np.where(work[i] > 0, start + slowed, start))
         if i > 0:  # after the next round's rows are on the way
             channel = _send_home(channel, done[-2], returning, returns_at, i - 1, note)
     if what.rounds:
         channel = _send_home(channel, done[-1], returning, returns_at, what.rounds - 1, note)
-    return float(torch.maximum(channel, done[-1]).max())
+    return float(np.maximum(channel, done[-1]).max())
 
 
 def _send_home(
-    channel: Tensor,
-    done: Tensor,
-    costs: Tensor,
-    pairs: list[tuple[Tensor, Tensor] | None],
-    i: int,
-    note: _Note | None,
-) -> Tensor:
+    channel: Any, done: Any, costs: Any, pairs: list[_Ends | None], i: int, note: _Note | None
+) -> Any:
     """When the channels are free after the gradients of round i have left."""
     if pairs[i] is None:
         return channel
-    begin = _both_ends(torch.maximum(channel, done), pairs[i])
+    begin = _both_ends(np.maximum(channel, done), pairs[i])
     if note:
         note("return", i, begin, begin + costs[i])
-    return torch.where(costs[i] > 0, begin + costs[i], channel)
+    return np.where(costs[i] > 0, begin + costs[i], channel)
 
 
-def _both_ends(begin: Tensor, pairs: tuple[Tensor, Tensor] | None) -> Tensor:
+def _both_ends(begin: Any, pairs: _Ends | None) -> Any:
     """A transfer begins when both its ends are free."""
     assert pairs is not None
-    source, target = pairs
-    return begin.scatter_reduce(0, target, begin[source], "amax")
+    (source, target), begin = pairs, begin.copy()
+    np.maximum.at(begin, target, begin[source])
+    return begin
 
 
-_Times = tuple[Tensor, list[tuple[Tensor, Tensor] | None]]
-"""float64 [rounds, groups] Seconds; and sources and targets of each round that has any."""
+_Ends = tuple[Any, Any]
+"""int64 [n] Sources and targets of the messages of a round."""
+_Times = tuple[Any, list[_Ends | None]]
+"""float64 [rounds, groups] Seconds; and the ends of each round that has any."""
 
 
 class _Links:
     """Seconds of transfers, by link."""
 
     def __init__(self, schedule: Schedule, machine: Machine, place: int, row_bytes: int) -> None:
-        ranks = torch.arange(schedule.groups.ranks) * schedule.heads_group_size + place
-        self._node = torch.div(ranks, machine.ranks_per_node, rounding_mode="floor")
+        ranks = np.arange(schedule.groups.ranks) * schedule.heads_group_size + place
+        self._node = ranks // machine.ranks_per_node
         self.machine = machine
         self._row_bytes = row_bytes
         self._known: dict[tuple[Transfers, int], _Times] = {}
@@ -175,31 +178,31 @@ class _Links:
 
     def _times(self, table: Transfers, rounds: int, groups: int) -> _Times:
         # The table is sorted by round, target and source: these change where a message begins.
-        new = torch.zeros(len(table), dtype=torch.bool)
+        columns = [x.numpy() for x in (table.round, table.source, table.target)]
+        new = np.zeros(len(table), dtype=bool)
         new[:1] = True
-        for column in (table.round, table.target, table.source):
+        for column in columns:
             new[1:] |= column[1:] != column[:-1]
-        first = torch.nonzero(new).squeeze(1)
-        number, source, target = (take(x, first) for x in (table.round, table.source, table.target))
-        ends = torch.nn.functional.pad(table.rows.cumsum(0), (1, 0))
-        rows = ends[torch.cat([first[1:], torch.tensor([len(table)])])] - ends[first]
+        first = np.flatnonzero(new)
+        number, source, target = (column[first] for column in columns)
+        lengths = table.rows.numpy()
+        rows = np.add.reduceat(lengths, first) if first.size else lengths
         size = rounds * groups
-        seconds = torch.zeros(size, dtype=torch.float64)
+        seconds = np.zeros(size)
         inter = self._node[source] != self._node[target]
         for far, bandwidth in (
             (False, self.machine.intra_bandwidth),
             (True, self.machine.inter_bandwidth),
         ):
-            moved = torch.where(inter == far, rows, 0)
+            moved = np.where(inter == far, rows, 0)
             for end in (source, target):
-                total = torch.zeros(size, dtype=torch.int64)
-                total.index_add_(0, number * groups + end, moved)
-                seconds = torch.maximum(seconds, total * (self._row_bytes / bandwidth))
-        messages = torch.bincount(number * groups + target, minlength=size)
+                total = np.bincount(number * groups + end, moved, minlength=size)
+                seconds = np.maximum(seconds, total * (self._row_bytes / bandwidth))
+        messages = np.bincount(number * groups + target, minlength=size)
         seconds += (messages > 0) * self.machine.latency + messages * self.machine.message
-        edges = torch.searchsorted(number, torch.arange(rounds + 1)).tolist()
+        edges = np.searchsorted(number, np.arange(rounds + 1)).tolist()
         by_round = [(source[a:b], target[a:b]) if b > a else None for a, b in pairwise(edges)]
-        return seconds.view(rounds, groups), by_round
+        return seconds.reshape(rounds, groups), by_round
 
 
 def swaps(

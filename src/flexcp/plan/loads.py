@@ -54,9 +54,9 @@ class LayoutLoads:
             grouped(self.layout, group_size), group_size // self.group_size
         )
 
-    def is_uneven(self, group_size: int, limit: float) -> bool:
-        """Whether some group has more than `limit` times the mean work."""
-        areas = area_per_rank(self.grids, grouped(self.layout, group_size)).double()
+    def is_uneven(self, group_size: int, limit: float, layout: Layout | None = None) -> bool:
+        """Whether some group has more than `limit` times the mean work, on this or another."""
+        areas = area_per_rank(self.grids, grouped(layout or self.layout, group_size)).double()
         return float(areas.max()) > limit * float(areas.mean())
 
     def asks_for(self, share: float) -> bool:

@@ -51,9 +51,10 @@ class Pricing:
         own = needs.layout.counts.max() * needs.layout.batch_elements
         rounds = self._seconds_of(-(-int(needs.received.max()) // max(1, int(own))))
         if schedule == "hierarchical":
-            if rounds > self._limit:
-                return
             per_node = self._problem.machine.ranks_per_node
+            lines = needs.by_owner[0].numel() * per_node
+            if rounds > self._limit or lines > MOST_LINES >> 6:
+                return
             relays = Relays.of(needs, per_node, self._work.own(needs.layout))
             make = partial(make, schedule, relays=relays)
             if kept:
@@ -74,10 +75,11 @@ class Pricing:
         if rounds <= self._limit:
             own_work = self._work.own(needs.layout)
             found += self._with_kept(make(name, few_rounds=1, own_work=own_work), kept=kept)
+            self._limit = min(self._limit, Objective.enough * found[-1][0].seconds)
             if dense:  # then messages are fewer by ring distance
                 found += self._with_kept(make(name), kept=kept)
         yield from found
-        if rounds <= least < min((cost.seconds for cost, _ in found), default=0.0):
+        if found and rounds <= least < min(self._limit, *(cost.seconds for cost, _ in found)):
             yield self._priced(make(name, keep=True, at_once=True))
         ring = dense and kept and not few and groups**3 <= MOST_LINES
         if ring and self._seconds_of(groups - 1) <= self._limit:
@@ -104,11 +106,12 @@ class Pricing:
         row = shape.kv_bytes(shape.num_kv_heads // self._group_size)
         if needs.layout.batch_elements == 1:
             row *= shape.batch
-        wire = int(needs.received.max()) * row
+        rows = int(needs.received.max())
+        wire = rows * row / max(machine.intra_bandwidth, machine.inter_bandwidth)
+        wire = max(wire, self._problem.seconds_from_other_nodes(rows, self._group_size))
         both = 1 + machine.backward
         pairs = float(self._work.before[:, -1].max()) / self._group_size
-        work = both * pairs * shape.flops_per_pair / machine.flops
-        return work + wire / max(machine.intra_bandwidth, machine.inter_bandwidth)
+        return both * pairs * shape.flops_per_pair / machine.flops + 2 * wire
 
     def _priced(self, schedule: Schedule) -> tuple[Cost, Schedule]:
         problem = self._problem

@@ -34,6 +34,8 @@ class Candidate:
     costs: Mapping[str, Cost]
     wire: float
     """Seconds that a rank's transfers take on average, hidden or not, over all masks."""
+    received: int
+    """Bytes of the rank that receives most, forward, over all masks."""
     beside: float = 0.0
     """Seconds of the slowest rank, attention and the rest of the model together, beyond `compute`;
     0 if nothing is known of the rest."""
@@ -110,19 +112,21 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     other_layouts = layout == "auto" and not _is_near_bound(found)
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
-        plain = LayoutLoads.of(  # a window's, say: less is moved
-            problem, contiguous(problem.seq_len, problem.ranks.size), schedule
-        )
-        even = [n for n in tried if not plain.is_uneven(n, 1 + _TUNED.small)]
-        best = min(c.price for c in found) / _TUNED.enough
-        found.extend(c for c in _priced(problem, plain, even, found, schedule) if c.price < best)
+        plain = contiguous(problem.seq_len, problem.ranks.size)  # a window's, say: less is moved
+        even = [n for n in tried if not loads.is_uneven(n, 1 + _TUNED.small, plain)]
+        if even:
+            best = min(c.price for c in found) / _TUNED.enough
+            of_plain = LayoutLoads.of(problem, plain, schedule)
+            more = _priced(problem, of_plain, even, found, schedule)
+            found.extend(c for c in more if c.price < best)
         less_local: list[Candidate] = []
-        if loads.asks_for(_TUNED.dense):
+        gains = min(c.seconds for c in found) > _TUNED.enough * min(c.if_even for c in found)
+        if gains and loads.asks_for(_TUNED.dense):
             dealt = _chunks_dealt_to_ranks(problem)
             if dealt is not None:
                 of_dealt = LayoutLoads.of(problem, dealt, schedule)
                 less_local.extend(_priced(problem, of_dealt, tried, found, schedule))
-        for split in tried:
+        for split in tried if gains else ():
             groups = _blocks_dealt_to_groups(problem, loads, split, found)
             if groups is not None:
                 of_groups = LayoutLoads.of(problem, split_groups(groups, split), schedule, split)
@@ -134,9 +138,9 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
 
 
 def _is_worth(other: Candidate, fastest: Candidate) -> bool:
-    """Whether giving up locality gains 2 %, or 6 % where much more is moved for it."""
-    more = other.wire > (1 + _TUNED.small) * fastest.wire
-    return other.seconds * _TUNED.enough ** (3 if more else 1) < fastest.seconds
+    """Whether giving up locality gains 2 % for each time that it moves what the fastest does."""
+    gain = fastest.seconds / other.seconds - 1
+    return gain * min(other.wire, fastest.wire) > (_TUNED.enough - 1) * other.wire
 
 
 def _shared_by_groups(problem: Problem, found: Sequence[Candidate]) -> list[Candidate]:
@@ -181,11 +185,11 @@ def _priced(
 
 
 def _modest_first(found: list[Candidate]) -> list[Candidate]:
-    """The cheapest first; or the cheapest that keeps little, if it costs 1 % more at most."""
-    limit = found[0].price * (1 + (_TUNED.enough - 1) / 2)
-    modest = (i for i, c in enumerate(found) if c.price <= limit and not c.keeps_much)
-    first = next(modest, 0)
-    return [found[first], *found[:first], *found[first + 1 :]]
+    """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more."""
+    near = [c for c in found if c.price <= found[0].price * (1 + (_TUNED.enough - 1) / 2)]
+    much = (1 + _TUNED.small) * min(c.received for c in near)
+    first = min(near, key=lambda c: (c.received > much, c.keeps_much))
+    return [first, *(c for c in found if c is not first)]
 
 
 def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
@@ -219,17 +223,18 @@ def _blocks_dealt_to_groups(
         c for c in found if c.group_size == group_size and c.seconds < (1 + 2 * _TUNED.small) * best
     ]
     floor = min((c.if_even for c in same), default=best)
-    if floor * _TUNED.good >= best:
+    gain = best / floor - 1  # at most; see `_is_worth`
+    if gain <= _TUNED.enough - 1:
         return None
     layout = named_layout("ptrr", problem, groups)
     if int(layout.counts.max()) * groups > _TUNED.enough * problem.seq_len:
         return None  # too few blocks
     received = rows_in_tiles(list(problem.grids.values()), layout).double()
-    if group_size == 1 and ranks > machine.ranks_per_node and loads.needs:
+    if group_size == 1 and loads.needs:
         least = [needs.received.double() for needs in loads.needs.values()]
-        for of in (torch.max, torch.sum):
-            if float(of(received)) > (1 + _TUNED.small) * max(float(of(rows)) for rows in least):
-                return None
+        times = max(float(received.max()) / max(1.0, float(rows.max())) for rows in least)
+        if gain <= (_TUNED.enough - 1) * times:
+            return None
     wire = (1 - _TUNED.small) * problem.seconds_from_other_nodes(float(received.max()), group_size)
     # Rows come in forward; in backward they may be kept, but their gradients leave.
     return layout if max(2 * wire, floor + (1 - machine.hidden) * 2 * wire) < best else None
@@ -295,25 +300,24 @@ def _options(
             }
         )
     own = model_seconds(problem, loads.layout, group_size) if problem.flops_per_token else 0.0
-    return [
-        Candidate(
-            loads.layout,
-            {n: s for n, (_, s) in row.items()},
-            {n: c for n, (c, _) in row.items()},
-            sum(_wire(s, problem) for _, s in row.values()),
-            max(0.0, own - sum(c.compute for c, _ in row.values())),
-        )
-        for row in complete
-    ]
+    return [_candidate(problem, loads.layout, row, own) for row in complete]
 
 
-def _wire(schedule: Schedule, problem: Problem) -> float:
-    """Seconds that all transfers of a rank take, on average over ranks."""
-    machine = problem.machine
-    found = traffic(schedule, problem.shape, machine.ranks_per_node)
-    far = float((found.forward_between_nodes + found.backward_between_nodes).double().mean())
-    near = float((found.forward + found.backward).double().mean()) - far
-    return near / machine.intra_bandwidth + far / machine.inter_bandwidth
+def _candidate(
+    problem: Problem, layout: Layout, row: Mapping[str, tuple[Cost, Schedule]], own: float
+) -> Candidate:
+    """A schedule for every mask, with what it moves; `own` seconds are of the rest of the model."""
+    machine, wire, received = problem.machine, 0.0, torch.zeros(layout.ranks, dtype=torch.int64)
+    for _, schedule in row.values():
+        found = traffic(schedule, problem.shape, machine.ranks_per_node)
+        far = float((found.forward_between_nodes + found.backward_between_nodes).double().mean())
+        near = float((found.forward + found.backward).double().mean()) - far
+        wire += near / machine.intra_bandwidth + far / machine.inter_bandwidth
+        received += found.forward
+    costs = {name: cost for name, (cost, _) in row.items()}
+    beside = max(0.0, own - sum(cost.compute for cost in costs.values()))
+    schedules = {name: schedule for name, (_, schedule) in row.items()}
+    return Candidate(layout, schedules, costs, wire, int(received.max()), beside)
 
 
 def _seconds(priced: tuple[Cost, Schedule]) -> float:
@@ -338,6 +342,6 @@ def _cannot_win(
     wire = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
     wire += 4 * (machine.latency + (group_size - 1) * machine.message)  # two swaps in each pass
     heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
-    compute = min(c.compute for c in found)  # in few rounds: each has a launch of its own
-    least = len(problem.grids) * wire + compute * heads / _TUNED.enough
-    return least >= best.seconds
+    pairs = sum(float(work.before[:, -1].mean()) for work in loads.work.values())
+    least = (1 + machine.backward) * pairs * heads * shape.flops_per_pair / machine.flops
+    return len(problem.grids) * (wire + 2 * machine.launch) + least >= best.seconds

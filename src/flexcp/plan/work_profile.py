@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,19 +63,18 @@ class WorkProfile:
         before = self.before.view(-1, group_size, self.before.shape[1]).sum(1)
         return WorkProfile(before, self.block, self.blocks, self.seq_len)
 
-    def of_tasks(self, work: Tasks, rounds: int) -> Tensor:
+    def of_tasks(self, work: Tasks, rounds: int) -> Any:
         """float64 [rounds, groups] Pairs of every round, of a schedule that leaves none out.
 
         Where documents meet within a block, some pairs are counted at keys that nobody needs: the
         rounds of a group are scaled to what it has to do in all.
         """
-        groups = self.before.shape[0]
-        found = torch.zeros(rounds * groups, dtype=torch.float64)
-        pairs = self._until(work.rank, work.stop) - self._until(work.rank, work.start)
-        found.index_add_(0, work.round * groups + work.rank, pairs)
-        by_round, total = found.view(rounds, groups), self.before[:, -1]
+        groups, rank = self.before.shape[0], work.rank.numpy()
+        pairs = self._until(rank, work.stop.numpy()) - self._until(rank, work.start.numpy())
+        found = np.bincount(work.round.numpy() * groups + rank, pairs, minlength=rounds * groups)
+        by_round, total = found.reshape(rounds, groups), self.before.numpy()[:, -1]
         have = by_round.sum(0)
-        return by_round * torch.where(have > 0, total / have.clamp(min=1e-9), 1.0)
+        return by_round * np.where(have > 0, total / np.maximum(have, 1e-9), 1.0)
 
     def own(self, groups: Layout) -> OwnWork:
         """The pairs of every group's queries with its own keys, a block or a few at a time."""
@@ -82,20 +83,21 @@ class WorkProfile:
         edges = torch.arange(0, rows, step)
         which, _, start, stop = cut(own.start, own.stop, edges, edges + step)
         rank = own.rank[which]
-        work = self._until(rank, stop) - self._until(rank, start)
-        return OwnWork(rank, start, stop, work, self.before[:, -1])
+        begin, end = (self._until(rank.numpy(), row.numpy()) for row in (start, stop))
+        return OwnWork(rank, start, stop, torch.from_numpy(end - begin), self.before[:, -1])
 
-    def _until(self, group: Tensor, row: Tensor) -> Tensor:
-        element = torch.div(row, self.seq_len, rounding_mode="floor")
+    def _until(self, group: Any, row: Any) -> Any:
+        """float64 [N] Pairs of some groups with all keys before some rows."""
+        element = row // self.seq_len
         position = row - element * self.seq_len
-        block = torch.div(position, self.block, rounding_mode="floor")
-        width = (self.seq_len - block * self.block).clamp(1, self.block)
+        block = position // self.block
+        width = np.clip(self.seq_len - block * self.block, 1, self.block)
         part = (position - block * self.block) / width
         flat = group * self.before.shape[1] + element * self.blocks + block
-        values = self.before.reshape(-1)
+        values = self.before.numpy().reshape(-1)
         low = values[flat]
-        high = values[(flat + 1).clamp(max=values.numel() - 1)]
-        return torch.where(part > 0, low + part * (high - low), low)
+        high = values[np.minimum(flat + 1, values.size - 1)]
+        return np.where(part > 0, low + part * (high - low), low)
 
 
 def _add(

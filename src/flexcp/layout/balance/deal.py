@@ -114,17 +114,27 @@ class Deal:
 
     def swap(self, giver: Share, taker: Share, given: Pieces, back: Pieces) -> None:
         """One rank gives some pieces to another, and takes others back."""
+        documents = {piece[0] for piece in (*given, *back)}
+        moved = {document: self.moved.get(document, 0) for document in documents}
         self._change(giver, given, back)
         self._change(taker, back, given)
-        for document in {piece[0] for piece in (*given, *back)}:
-            for share in self.sharers.get(document, ()):
-                self._recount(share)
+        for document in documents:
+            more = (self.moved.get(document, 0) - moved[document]) / self.documents.sizes[document]
+            for share in self.sharers[document] if more else ():
+                share.sends += more * share.spans[document][2]
+                self._reprice(share)
+        for share in (giver, taker):
+            self._recount(share)
 
     def _recount(self, share: Share) -> None:
         """What a rank sends and costs, after a document that it has part of was dealt out anew."""
         sizes, moved = self.documents.sizes, self.moved
         share.sends = sum(moved[d] * s[2] / sizes[d] for d, s in share.spans.items() if d in moved)
-        share.cost = self.objective.of_rank(share.area, max(share.needs, share.sends), share.count)
+        self._reprice(share)
+
+    def _reprice(self, share: Share) -> None:
+        rows = max(share.needs, share.sends)
+        share.cost = self.objective.of_rank(share.area, rows, share.count)
 
     def units(self, share: Share) -> Units:
         """What a rank may part with as a whole: nothing, a piece, or all of a document."""
@@ -157,8 +167,10 @@ class Deal:
 
     def pairs(self, pieces: Sequence[Piece]) -> int:
         """Work of some pieces."""
-        before = self.documents.before
-        return sum(before[b] - before[a] for _, a, b in pieces)
+        before, found = self.documents.before, 0
+        for _, a, b in pieces:
+            found += before[b] - before[a]
+        return found
 
     def light_end(
         self, share: Share, rows: int, gone: Sequence[Piece], come: Sequence[Piece]
@@ -183,13 +195,12 @@ class Deal:
     ) -> list[tuple[int, float, int]]:
         """Rows that each of two ranks would receive and send after a trade, and its stretches."""
         found = [[s.needs, s.sends, s.count] for s in (giver, taker)]
-        for document in {p[0] for p in (*given, *back)}:
+        for document, (gone, come) in _by_document(given, back).items():
             moved = total = self.moved.get(document, 0)
             size, rows = self.documents.sizes[document], []
-            sides = ((giver, given, back), (taker, back, given))
-            for (share, gone, come), of in zip(sides, found, strict=True):
+            for share, of in zip((giver, taker), found, strict=True):
                 old = share.runs.get(document, _NONE)
-                new = _changed(old, document, gone, come)
+                new = _changed(old, gone, come)
                 span = self.documents.span(document, new)
                 more = needs(span) - share.needed.get(document, 0)
                 total += more
@@ -198,13 +209,15 @@ class Deal:
                 if moved and old:
                     of[1] -= moved * share.spans[document][2] / size
                 rows.append(span[2])
-            for of, have in zip(found, rows, strict=True):
-                of[1] += total * have / size
+                gone, come = come, gone
+            if total:
+                for of, have in zip(found, rows, strict=True):
+                    of[1] += total * have / size
         return [(int(received), sent, int(count)) for received, sent, count in found]
 
     def _change(self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]) -> None:
-        for document in {p[0] for p in (*gone, *come)}:
-            new = _changed(share.runs.pop(document, _NONE), document, gone, come)
+        for document, (less, more) in _by_document(gone, come).items():
+            new = _changed(share.runs.pop(document, _NONE), less, more)
             share.spans.pop(document, None)
             moved = self.moved.pop(document, 0) - share.needed.pop(document, 0)
             sharers = self.sharers.setdefault(document, [])
@@ -229,26 +242,30 @@ class Deal:
         share.area += self.pairs(come) - self.pairs(gone)
         share.needs = sum(share.needed.values())
         share.count = len(share.by_area)
-        self._recount(share)
 
 
-def _changed(
-    runs: list[Run], document: int, gone: Sequence[Piece], come: Sequence[Piece]
-) -> list[Run]:
+def _by_document(
+    gone: Sequence[Piece], come: Sequence[Piece]
+) -> dict[int, tuple[list[Run], list[Run]]]:
+    """Rows that go and rows that come, of each document that has any."""
+    found: dict[int, tuple[list[Run], list[Run]]] = {}
+    for side, pieces in enumerate((gone, come)):
+        for document, start, stop in pieces:
+            found.setdefault(document, ([], []))[side].append((start, stop))
+    return found
+
+
+def _changed(runs: list[Run], gone: list[Run], come: list[Run]) -> list[Run]:
     """A rank's rows of one document after some went and others came; neighbours are joined."""
-    for d, a, b in gone:
-        if d == document:
-            runs = [
-                part
-                for start, stop in runs
-                for part in (((start, min(stop, a)), (max(start, b), stop)))
-                if part[0] < part[1]
-            ]
-    new = [piece[1:] for piece in come if piece[0] == document]
-    if not new:
+    for a, b in gone:
+        parts = (
+            part for start, stop in runs for part in ((start, min(stop, a)), (max(start, b), stop))
+        )
+        runs = [] if runs == [(a, b)] else [part for part in parts if part[0] < part[1]]
+    if not come:
         return runs
     found: list[Run] = []
-    for a, b in sorted([*runs, *new]):
+    for a, b in sorted([*runs, *come]):
         if found and found[-1][1] == a:
             found[-1] = (found[-1][0], b)
         else:

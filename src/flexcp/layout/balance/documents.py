@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,8 +112,12 @@ class Documents:
 
     def dense_rows(self, many: float) -> list[int]:
         """Rows with many times the work of the mean row."""
-        rows, limit = self._before.diff(), many * self.total / max(1, self.work.seq_len)
-        return torch.nonzero(rows > limit).squeeze(1).tolist() if int(rows.max()) > limit else []
+        before, limit = self._before.numpy(), many * self.total / max(1, self.work.seq_len)
+        found: list[int] = []
+        for first in range(0, self.work.seq_len, 1 << 16):  # so few that they stay in the cache
+            rows = np.diff(before[first : first + (1 << 16) + 1])
+            found += (np.flatnonzero(rows > limit) + first).tolist()
+        return found
 
     def heavy_and_light(
         self, document: int, coarse: int, mean: float

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -85,21 +87,40 @@ def _of_work(
         bounds = [(math.floor(min(counts) * (1 - slack)), room[0])] * ranks
     elif slack is not None:
         bounds = [_bounds(work, ranks, len(dense), objective)] * ranks
-    plain = Deal(documents, in_order(documents, counts), bounds, objective)
-    even = plain.imbalance() <= objective.enough
-    if even and plain.price() <= objective.good * plain.mean:
+    deal = partial(Deal, documents, bounds=bounds, objective=objective)
+    many, mean = len(documents) > 1, max(documents.total / ranks, 1e-9)
+    over = max(documents.area(a, b) for a, b in pairwise([0, *accumulate(counts)])) / mean
+    plain = deal(in_order(documents, counts)) if over <= 1 + objective.small else None
+    even = over <= objective.enough
+    if plain and even and plain.price() <= objective.good * mean:
         return _layout(plain.parts(), work.seq_len)
     seeds: list[Deal] = []
-    for filler in fillers(documents, objective) if len(documents) > 1 else ():
-        parts = whole_documents(documents, room, objective, filler)
-        seeds.append(Deal(documents, parts, bounds, objective))
-        if seeds[-1].price_if_even() <= objective.good * seeds[-1].mean:
+    for filler in fillers(documents, objective) if many else ():
+        seeds.append(deal(whole_documents(documents, room, objective, filler)))
+        if seeds[-1].price_if_even() <= objective.good * mean:
             break
     deals = sorted(seeds, key=Deal.price_if_even)[: max(1, objective.tries**2 // ranks)]
-    if not deals or deals[0].price() > objective.enough * deals[0].mean:
-        deals.append(Deal(documents, two_ended(documents, counts, objective), bounds, objective))
-        if len(documents) > 1 and not even and plain.price() < deals[-1].price():
+    if not deals or deals[0].price_if_even() > (1 + objective.small) * mean:
+        deals.append(deal(two_ended(documents, counts, objective)))
+        if many and plain and not even and plain.price() < deals[-1].price():
             deals.append(plain)
+    best = _best_improved(deals, objective)
+    if best.imbalance() > objective.enough and len(deals) <= len(seeds):
+        best = _best_improved([best, deal(two_ended(documents, counts, objective))], objective)
+    if dense and best.imbalance() > (objective.enough if many else objective.good):
+        other = deal(in_order(documents, counts, dense))
+        improve(other)
+        best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
+    if plain and even and plain.price() <= best.price() * objective.good:
+        best = plain
+    parts = best.parts()
+    if best is not plain and ranks_per_node and len(set(bounds)) == 1:
+        parts = [parts[rank] for rank in by_node(best, ranks_per_node)]
+    return _layout(parts, work.seq_len)
+
+
+def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
+    """The best of some deals after a local search: even enough, then cheap."""
     best: Deal | None = None
     prices = (d.price() for d in deals if d.imbalance() <= objective.enough)
     most = objective.enough * min(prices, default=math.inf)
@@ -108,23 +129,14 @@ def _of_work(
             continue  # it is dearer than what was found, before it is even
         # One document is cut as evenly as its rows allow; single ones are traded if that is felt.
         uneven = (deal.imbalance() - objective.even) * deal.mean
-        if len(documents) > 1 or uneven > objective.worth * deal.price():
+        if len(deal.documents) > 1 or uneven > objective.worth * deal.price():
             improve(deal, most)
         both = [best, deal] if best else [deal]
         best = min(both, key=lambda d: (d.imbalance() > objective.enough, d.price()))
         if best.price() <= objective.good * best.mean:
             break
     assert best is not None
-    if dense and best.imbalance() > (objective.enough if len(documents) > 1 else objective.good):
-        other = Deal(documents, in_order(documents, counts, dense), bounds, objective)
-        improve(other)
-        best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
-    if even and plain.price() <= best.price() * objective.good:
-        best = plain
-    parts = best.parts()
-    if best is not plain and ranks_per_node and len(set(bounds)) == 1:
-        parts = [parts[rank] for rank in by_node(best, ranks_per_node)]
-    return _layout(parts, work.seq_len)
+    return best
 
 
 def _bounds(work: Work, ranks: int, dense: int, objective: Objective) -> tuple[int, int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+
+import numpy as np
 
 from flexcp.layout.balance.documents import Documents, Piece, mixed, shares
 from flexcp.layout.balance.objective import Objective
@@ -81,63 +84,49 @@ class _Packing:
     ) -> None:
         self._documents, self._small = documents, objective.small
         self._parts: Parts = [[] for _ in counts]
-        self._room = list(counts)
+        self._room = np.array(counts)
         self._most = max(1, *counts)
         self._coarse = max(1, round(min(counts) * objective.small))
         self._filler, filled = filler, filler * documents.work.seq_len / len(counts)
         self._mean = max(documents.total / len(counts) - filled, 1e-9)
         self._limit = objective.enough * (self._mean + filled) - filled
-        self._work = [0.0] * len(counts)  # beyond that of as many of the lightest rows
+        self._work = np.zeros(len(counts))  # beyond that of as many of the lightest rows
 
     def packed(self, *, tails: bool) -> Parts:
         """Everything that is left, then the parts."""
-        documents, room = self._documents, self._room
+        documents, room, works = self._documents, self._room, self._work
         items = [
             (-documents.areas[d], d, documents.edges[d], documents.edges[d + 1])
             for d in range(len(documents))
         ]
         heapq.heapify(items)
-        heap = [(0.0, rank) for rank in range(len(room))]
         while items:
             negative, d, start, stop = heapq.heappop(items)
             size = stop - start
             work = -negative - self._filler * size
-            aside, chosen = [], -1
-            while heap:
-                entry = heapq.heappop(heap)
-                if room[entry[1]] > 0:
-                    aside.append(entry)
-                if room[entry[1]] >= size:
-                    chosen = entry[1]
-                    break
-            few: list[int] = []
-            if size == documents.sizes[d] and (
-                chosen < 0 or self._work[chosen] + work > self._limit
-            ):
-                must = work > self._mean or (chosen < 0 and not tails)
+            chosen = int(np.where(room >= size, works, math.inf).argmin())
+            fits = room[chosen] >= size
+            if size == documents.sizes[d] and not (fits and works[chosen] + work <= self._limit):
+                must = work > self._mean or not (fits or tails)
                 least = max(2, -int(-max(work / self._mean, size / self._most) // 1))
                 few = self._few(d, len(room) if must else least)
-            if len(few) > 1 or (few and must):
-                self._level(d, few)
-                heap = [(work, rank) for rank, work in enumerate(self._work)]
-                heapq.heapify(heap)
-                continue
-            if chosen < 0:  # its last rows go where there is most work to do, its first wait
-                enough = [r for _, r in aside if room[r] >= self._small * size]
-                chosen = enough[0] if enough else max((r for _, r in aside), key=room.__getitem__)
+                if len(few) > 1 or (few and must):
+                    self._level(d, few)
+                    continue
+            if not fits:  # its last rows go where there is most work to do, its first wait
+                wide = room >= min(self._small * size, room.max())
+                chosen = int(np.where(wide, works, math.inf).argmin())
                 rows = self._tail(start, stop, chosen)
                 heapq.heappush(items, (-documents.area(start, stop - rows), d, start, stop - rows))
                 start = stop - rows
             self._give(chosen, [(d, start, stop)])
-            for _, rank in aside:
-                heapq.heappush(heap, (self._work[rank], rank))
         return self._parts
 
     def _tail(self, start: int, stop: int, rank: int) -> int:
         """How many of the last rows of a stretch a rank has room for, in tokens and work."""
         before, filler = self._documents.before, self._filler
-        room = min(self._room[rank], stop - start - 1)
-        free = max(0.0, self._limit - self._work[rank])
+        room = min(int(self._room[rank]), stop - start - 1)
+        free = max(0.0, float(self._limit - self._work[rank]))
         least, most = 0, room
         while least < most:
             rows = (least + most + 1) // 2
@@ -152,18 +141,15 @@ class _Packing:
 
         None if they are more than `most`; all ranks if those are not enough.
         """
-        size, work, left = self._documents.sizes[d], self._work, self._room
-        open_ = [(work[r], -left[r], r) for r in range(len(left)) if left[r] > 0]
-        order = [r for _, _, r in (heapq.nsmallest(most, open_) if most < 8 else sorted(open_))]
-        density = self._density(d)
-        free, room, chosen = 0.0, 0, []
-        for rank in order[:most]:
-            chosen.append(rank)
-            room += left[rank]
-            free += min(max(0.0, self._limit - work[rank]), left[rank] * density)
-            if free >= density * size * (1 - 1e-9) and room >= size:
-                return chosen
-        return order if most >= len(open_) else []
+        work, room, density = self._work, self._room, self._density(d)
+        order = np.lexsort((-room, work))
+        order = order[room[order] > 0]
+        first, rows = order[:most], self._documents.sizes[d]
+        free = np.clip(self._limit - work[first], 0.0, room[first] * density).cumsum()
+        met = (free >= density * rows * (1 - 1e-9)) & (room[first].cumsum() >= rows)
+        if met.any():
+            return first[: int(met.argmax()) + 1].tolist()
+        return order.tolist() if most >= order.size else []
 
     def _density(self, d: int) -> float:
         """Work of a document per row, beyond that of the lightest rows."""
@@ -172,10 +158,11 @@ class _Packing:
     def _level(self, d: int, chosen: Sequence[int]) -> None:
         """Shares a document between ranks so that their work is level."""
         size, density = self._documents.sizes[d], self._density(d)
+        work, room = self._work[chosen].tolist(), self._room[chosen].tolist()
 
         # Ranks in the order in which a rising level reaches them, and fills their room.
-        edges = [(self._work[r], 1.0) for r in chosen]
-        edges += [(self._work[r] + density * self._room[r], -1.0) for r in chosen]
+        edges = [(w, 1.0) for w in work]
+        edges += [(w + density * r, -1.0) for w, r in zip(work, room, strict=True)]
         edges.sort()
         given, level, width = 0.0, edges[0][0], 0.0
         for edge, more in edges:
@@ -184,35 +171,30 @@ class _Packing:
             given, level, width = given + width * (edge - level), edge, width + more
         if width > 0.5:
             level += max(0.0, density * size - given) / width
-        free = (max(0.0, level - self._work[r]) / density for r in chosen)
-        rows = [min(float(self._room[r]), f) for r, f in zip(chosen, free, strict=True)]
-        self._share(d, list(zip(chosen, rows, strict=True)))
+        rows = [
+            min(float(r), max(0.0, level - w) / density) for w, r in zip(work, room, strict=True)
+        ]
+        self._share(d, chosen, rows)
 
-    def _share(self, d: int, parts: Sequence[tuple[int, float]]) -> None:
-        """Gives ranks so many rows of a document each, about, as far as they have room."""
-        tokens: list[int] = []
+    def _share(self, d: int, chosen: Sequence[int], rows: Sequence[float]) -> None:
+        """Gives ranks so many rows of a document each, about; who has room gets what is left."""
         left = self._documents.sizes[d]
-        scale = left / max(sum(part for _, part in parts), 1e-12)
-        given = 0.0
-        for rank, part in parts:
+        scale, given = left / max(sum(rows), 1e-12), 0.0
+        tokens = dict.fromkeys(chosen, 0)
+        for rank, part in zip(chosen, rows, strict=True):
             given += part * scale
-            count = min(self._room[rank], max(0, round(given) - sum(tokens)), left)
-            tokens.append(count)
-            left -= count
-        for i, (rank, _) in enumerate(parts):
-            more = min(left, self._room[rank] - tokens[i])
-            tokens[i] += more
-            left -= more
-        ranks = [rank for rank, _ in parts]
-        for rank in sorted(set(range(len(self._room))) - set(ranks), key=lambda r: -self._room[r]):
+            due = round(given) - (self._documents.sizes[d] - left)
+            tokens[rank] = min(int(self._room[rank]), max(0, due), left)
+            left -= tokens[rank]
+        for rank in (*chosen, *np.argsort(-self._room, kind="stable").tolist()):
             if left == 0:
                 break
-            ranks.append(rank)
-            tokens.append(min(left, self._room[rank]))
-            left -= tokens[-1]
-        chosen = [(rank, count) for rank, count in zip(ranks, tokens, strict=True) if count]
-        pieces = shares(self._documents, d, [count for _, count in chosen], self._coarse)
-        for (rank, _), own in zip(chosen, pieces, strict=True):
+            more = min(left, int(self._room[rank]) - tokens.get(rank, 0))
+            tokens[rank] = tokens.get(rank, 0) + more
+            left -= more
+        counts = {rank: count for rank, count in tokens.items() if count}
+        pieces = shares(self._documents, d, list(counts.values()), self._coarse)
+        for rank, own in zip(counts, pieces, strict=True):
             self._give(rank, own)
 
     def _give(self, rank: int, pieces: Sequence[Piece]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ import numpy as np
 from flexcp.layout.balance.deal import Deal, Pieces, Share
 from flexcp.layout.balance.documents import Piece
 
-Offer = tuple[Share, Pieces, Pieces]
-"""To whom to give, which pieces, and which to take back."""
+Offer = tuple[float, Share, Pieces, Pieces]
+"""What it gains at most, about; to whom to give, which pieces, and which to take back."""
 
 
 class Trade(NamedTuple):
@@ -34,9 +35,11 @@ def improve(deal: Deal, most: float = math.inf) -> None:
     """Trades of the slowest rank, as long as any is worth it and the price is not too high."""
     stuck: set[tuple[int, bool]] = set()  # they are asked again once changed, or all else is stuck
     made: set[tuple[int, int, Pieces, Pieces]] = set()
-    changed = False
-    for _ in range(deal.objective.tries * len(deal.shares)):
-        if deal.price() > most or len(deal.shares) == 1:
+    changed, tries = False, deal.objective.tries
+    fine = 2 * tries**2  # trades once work is even enough for documents that stay whole
+    for _ in range(tries * len(deal.shares)):
+        fine -= len(deal.documents) > 1 and deal.imbalance() <= deal.objective.enough
+        if deal.price() > most or len(deal.shares) == 1 or fine < 0:
             return
         for turn in _turns(deal, stuck):
             trade = turn.best()
@@ -102,18 +105,18 @@ class _Turn:
             return None
         giver, others, tries = self.giver, self.others, self.objective.tries
         sharing = [s for s in others[tries:] if not giver.runs.keys().isdisjoint(s.runs)]
-        few = {s.rank: s for s in (*others[: tries**2], *sharing[: tries**2])}
+        few = {s.rank: s for s in (*others[: 2 * tries], *sharing[: 2 * tries])}
         found = self._best(self._promising([*few.values()] if self.uneven else others), None)
         if not self.uneven:
             found = self._best(self._handed_over(), found)
         found = self._best(self._ends(others[:tries] + sharing[:tries]), found)
-        found = found or self._best(self._ends(others[tries:]), None)
+        found = found or self._best(self._ends(sharing[tries:]), None)
         return found or (self._best(self._promising(others), None) if self.uneven else None)
 
     def _best(self, offers: Iterable[Offer], best: Trade | None) -> Trade | None:
-        if best and best.gain >= self.fair:
-            return best
-        for taker, given, back in offers:
+        for gain, taker, given, back in offers:
+            if best and best.gain >= min(self.fair, gain):
+                break
             best = self._judged(taker, given, back, best.gain if best else 0.0) or best
         return best
 
@@ -122,10 +125,11 @@ class _Turn:
         deal, giver, objective = self.deal, self.giver, self.objective
         own, units = deal.units(giver), [deal.units(share) for share in others]
         place_of = {share.rank: place for place, share in enumerate(others)}
-        first = np.cumsum([0, *(len(u.pieces) for u in units)])
-        at = np.repeat(np.arange(len(others)), np.diff(first))
+        sizes = [len(u.pieces) for u in units]
+        first = [0, *accumulate(sizes)]
+        at = np.repeat(np.arange(len(others)), sizes)
         area, tokens, leaving, coming = np.concatenate([u.table for u in units], axis=1)
-        coming_there = np.repeat(own.table[3][:, None], len(others), axis=1)
+        coming_there = own.table[3][:, None] + np.zeros(len(others))
         # Where a rank has rows of the document already, it needs less besides.
         for document, (low, high, _) in giver.spans.items():
             for share in deal.sharers[document]:
@@ -168,7 +172,8 @@ class _Turn:
         for k in np.argsort(-gain, kind="stable")[:count].tolist():
             r = int(who[k])
             if gain[k] > 0:
-                yield others[r], own.pieces[int(i[k])], units[r].pieces[int(j[k] - first[r])]
+                pair = own.pieces[int(i[k])], units[r].pieces[int(j[k] - first[r])]
+                yield float(gain[k]), others[r], *pair
 
     def _gain(self, highest: Any, cost: Any, rows: Any, larger: Any = max) -> Any:
         """What trades gain that leave the two ranks with at most so much work and such a cost.
@@ -188,7 +193,10 @@ class _Turn:
         return gain * (much + (1 - much) * objective.small) * (fair | (giver.area > self.enough))
 
     def _ends(self, others: Sequence[Share]) -> Iterator[Offer]:
-        """Dense ends of pieces: as many rows as counts have room for, or for as many light ones."""
+        """Ends of documents that both have, or dense ones for work that is uneven.
+
+        As many rows as counts have room for, or for as many light ones.
+        """
         before, giver, bounds = self.deal.documents.before, self.giver, self.deal.bounds
         ends = [(before[p[2]] - before[p[2] - 1], p) for _, p in giver.by_area]
         for taker in others:
@@ -209,12 +217,12 @@ class _Turn:
             dense = max((end for end in ends if end[0] <= lightest + wish), default=ends[0])[1]
             both = [d for d in giver.runs if d in taker.runs]
             shared = [(d, *run) for d in both[:2] for run in giver.runs[d]]
-            for document, start, stop in dict.fromkeys([dense, *shared]):
-                rows = min(stop - start, room)
+            for document, start, stop in dict.fromkeys([dense, *shared] if self.uneven else shared):
+                rows = min(stop - start, room) if document in taker.runs else 0
                 if rows > 0 and before[stop] - before[stop - rows] > wish:
                     rows = stop - bisect_left(before, before[stop] - wish, stop - rows, stop)
                 if rows > 0:
-                    yield taker, ((document, stop - rows, stop),), ()
+                    yield math.inf, taker, ((document, stop - rows, stop),), ()
                 least, most = 0, min(stop - start, light[2] - light[1])
                 while least < most:
                     k = (least + most + 1) // 2
@@ -225,7 +233,7 @@ class _Turn:
                         most = k - 1
                 if least:
                     end = (light[0], light[1], light[1] + least)
-                    yield taker, ((document, stop - least, stop),), (end,)
+                    yield math.inf, taker, ((document, stop - least, stop),), (end,)
 
     def _handed_over(self) -> Iterator[Offer]:
         """All rows of a document of which a rank receives many, to one that has others of it."""
@@ -241,7 +249,7 @@ class _Turn:
                 both = [p for p in pieces if p[0] in giver.runs]
                 for d, start, stop in both or pieces[-1:]:
                     cut = bisect_left(before, before[stop] - area, start, stop - 1)
-                    yield taker, given, ((d, cut, stop),)
+                    yield math.inf, taker, given, ((d, cut, stop),)
 
     def _new_needs(self, share: Share, pieces: Pieces) -> int:
         """Rows that a rank needs besides for a piece of a document of which it has nothing."""
@@ -253,8 +261,11 @@ class _Turn:
     def _judged(self, taker: Share, given: Pieces, back: Pieces, least_gain: float) -> Trade | None:
         """The trade, with what keeps token counts within bounds, if it gains over `least_gain`."""
         deal, giver, price = self.deal, self.giver, self.objective.of_rank
-        area = deal.pairs(given) - deal.pairs(back)
-        moved = sum(b - a for _, a, b in given) - sum(b - a for _, a, b in back)
+        before, area, moved = deal.documents.before, 0, 0
+        for _, a, b in given:
+            area, moved = area + before[b] - before[a], moved + b - a
+        for _, a, b in back:
+            area, moved = area - before[b] + before[a], moved - b + a
         (least, most), (least_low, most_low) = deal.bounds[giver.rank], deal.bounds[taker.rank]
         few = max(least - giver.tokens + moved, taker.tokens + moved - most_low)
         many = max(giver.tokens - moved - most, least_low - taker.tokens - moved)
@@ -262,6 +273,8 @@ class _Turn:
             0 if many > 0 else giver.area - area,  # it gives more yet
             0 if few > 0 else taker.area + area,
         )
+        if self.uneven and self._gain(highest, highest, 0) <= least_gain:
+            return None
         freed = freed_low = 0
         for document in {piece[0] for piece in (*given, *back)}:
             freed += giver.needed.get(document, 0)
