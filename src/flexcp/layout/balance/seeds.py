@@ -147,9 +147,10 @@ class _Packing:
         first, rows = order[:most], self._documents.sizes[d]
         free = np.clip(self._limit - work[first], 0.0, room[first] * density).cumsum()
         met = (free >= density * rows * (1 - 1e-9)) & (room[first].cumsum() >= rows)
+        found: list[int] = order.tolist()
         if met.any():
-            return first[: int(met.argmax()) + 1].tolist()
-        return order.tolist() if most >= order.size else []
+            return found[: int(met.argmax()) + 1]
+        return found if most >= order.size else []
 
     def _density(self, d: int) -> float:
         """Work of a document per row, beyond that of the lightest rows."""
