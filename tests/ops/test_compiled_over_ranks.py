@@ -124,27 +124,28 @@ def test_a_score_mod_and_what_it_captures_are_part_of_the_graph(schedule):
     on_ranks(testing.simulate, 3, scored, TABLE, SINKS, mask=SLIDING, schedule=schedule)
 
 
-def test_a_score_mod_sees_the_batch_elements_own_number_in_layouts_of_their_own():
-    documents = CAUSAL & masks.document(torch.stack([IDS, torch.arange(LENGTH) // 9]))
-    on_ranks(testing.simulate, 2, scored, TABLE, SINKS, mask=documents)
+@pytest.mark.parametrize("by_element", [False, True])
+def test_a_score_mod_runs_over_all_plans_in_two_graphs(by_element):
+    """The first is of its plan alone; batch elements may have layouts of their own."""
 
+    def documents(*sizes):
+        ids = [torch.arange(LENGTH) // size for size in sizes]
+        return CAUSAL & masks.document(torch.stack(ids) if by_element else ids[0])
 
-def test_another_plan_is_never_computed_by_the_graph_of_the_first():
-    def bias(score, b, h, q_idx, kv_idx):
-        return score + 0.1 * (q_idx - kv_idx)
+    changing = [documents(23, 9), documents(40, 11), documents(7, 50)]
 
-    def attend(q, k, v, plan):
-        return flexcp.attention(q, k, v, plan, score_mod=bias)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(scored, backend=counter, fullgraph=True)
 
     def rank(mesh):
-        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-        for mask in (CAUSAL, SLIDING, masks.full(), masks.prefix_lm(20)):
-            plan = plan_for(mesh, mask, layout="contiguous")
-            local = [plan.shard(x, 2) for x in FULL]
-            torch.testing.assert_close(compiled(*local, plan), attend(*local, plan))
+        given = [x.clone().requires_grad_() for x in (TABLE, SINKS)]
+        for mask in changing:
+            plan = plan_for(mesh, mask)
+            assert_same(*(results_of(x, plan, *given) for x in (compiled, scored)))
         return True
 
     assert all(testing.simulate(rank, 2))
+    assert counter.frame_count <= 2
 
 
 def test_a_score_mod_compiles_on_real_ranks():

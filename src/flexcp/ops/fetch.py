@@ -22,7 +22,7 @@ from flexcp.ops.program import RankProgram, Source, rank_program
 from flexcp.ops.returns import GradientReturns
 from flexcp.ops.rows import bound_rounds, fetched_shape
 from flexcp.ops.sharded import sharded_op, tell_ranks_on_error, telling_ranks
-from flexcp.ops.work import WorkFinder
+from flexcp.ops.work import ElementWork, WorkFinder
 from flexcp.plan import Plan
 from flexcp.schedule import make_schedule
 
@@ -45,6 +45,14 @@ class Fetch:
 def fetch_of(plan: Plan, mask: str) -> Fetch:
     """How this rank fetches what its queries need under a mask, worked out once per plan."""
     return plan.memo.kept(("fetch", mask), lambda: _fetch(plan, mask), per_mask=True)
+
+
+def work_on_fetched(plan: Plan, mask: str) -> tuple[ElementWork, ...]:
+    """What the rank computes against the rows that it fetches, worked out once per plan."""
+    fetch = fetch_of(plan, mask)
+    return plan.memo.kept(
+        ("fetched work", mask), lambda: fetch.work.of(fetch.ascending), per_mask=True
+    )
 
 
 @run_eagerly_on_cpu
@@ -90,8 +98,13 @@ def fetch_rows(
     dropout_p: float,
     seed: Tensor | None,
     first_head: int,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor]:
-    """K and V of all rows that this rank's queries need, side by side; and the call's label."""
+    """K and V of all rows that this rank's queries need, side by side; and the call's label.
+
+    With `in_place`, they are where the sequence has them, and `rows` is all of it: what no query
+    needs has the values of a row that is there.
+    """
     plan = owner_of(handle, keep=True)
     assert isinstance(plan, Plan)
     with tell_ranks_on_error(plan):
@@ -103,7 +116,8 @@ def fetch_rows(
     labels = call.label.passing("forward")
     fetch = fetch_of(plan, mask)
     program = fetch.forward
-    require_compiled_for("fetched rows", rows, len(fetch.ascending))
+    expected = plan.layout.rows if in_place else len(fetch.ascending)
+    require_compiled_for("fetched rows", rows, expected)
     require_compiled_for("layouts by batch element (0 or 1)", by_element, program.by_element)
     space = take_workspace(program, k, v)
     kind = space.kind
@@ -115,7 +129,13 @@ def fetch_rows(
         for _ in fetched(bound, op.transport, labels):
             pass
     give_workspace(program, space)
-    return whole.index_select(0, fetch.order.to(whole.device)), call.label.as_tensor()
+    order = fetch.order
+    if in_place:
+        # Real values, so that a score_mod is not asked about scores that no pair of rows has.
+        places = torch.zeros(rows, dtype=torch.int64)
+        order = places.index_copy_(0, fetch.ascending, order)
+        whole = whole if len(whole) else kind.empty(1).zero_()
+    return whole.index_select(0, order.to(whole.device)), call.label.as_tensor()
 
 
 @fetch_rows.register_fake
@@ -133,6 +153,7 @@ def _(
     dropout_p: float,  # noqa: ARG001
     seed: Tensor | None,  # noqa: ARG001
     first_head: int,  # noqa: ARG001
+    in_place: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     label = torch.empty(CallLabel.WORDS, dtype=torch.int64)
     return k.new_empty(fetched_shape(k, v, rows, by_element)), label
@@ -140,7 +161,7 @@ def _(
 
 @torch.library.custom_op("flexcp::return_rows", mutates_args=())
 def _return_rows(
-    gradient: Tensor, k: Tensor, v: Tensor, handle: Tensor, call: Tensor, mask: str
+    gradient: Tensor, k: Tensor, v: Tensor, handle: Tensor, call: Tensor, mask: str, in_place: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of k and v, from those of the rows that were fetched."""
     plan = owner_of(handle)
@@ -151,7 +172,8 @@ def _return_rows(
     space = take_workspace(fetch.backward, k, v)
     returns = GradientReturns(space.gradients, transport, labels)
     with telling_ranks(transport, labels):
-        for number, rows in enumerate(fetch.rows_of_round):
+        for number, fetched_rows in enumerate(fetch.rows_of_round):
+            rows = fetch.ascending[fetched_rows] if in_place else fetched_rows
             for piece in returns.work(number):
                 piece.rows.copy_(gradient.index_select(0, rows.to(gradient.device)))
             returns.add_round(number)
@@ -168,6 +190,7 @@ def _(
     handle: Tensor,  # noqa: ARG001
     call: Tensor,  # noqa: ARG001
     mask: str,  # noqa: ARG001
+    in_place: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     return k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -176,12 +199,12 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, k, v, handle, mask, *_ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(k, v, handle, output[1])
-    ctx.mask = mask
+    ctx.mask, ctx.in_place = mask, inputs[-1]
 
 
 def _backward(ctx: Any, gradient: Any, _: Any) -> tuple[Any, ...]:
-    grad_k, grad_v = _return_rows(gradient, *ctx.saved_tensors, ctx.mask)
-    return None, grad_k, grad_v, *[None] * 10
+    grad_k, grad_v = _return_rows(gradient, *ctx.saved_tensors, ctx.mask, ctx.in_place)
+    return None, grad_k, grad_v, *[None] * 11
 
 
 fetch_rows.register_autograd(_backward, setup_context=_setup_context)

@@ -25,11 +25,12 @@ from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.compiled import handle_of
 from flexcp.ops.dropout import traced_kept
-from flexcp.ops.fetch import fetch_of, fetch_rows
+from flexcp.ops.fetch import fetch_of, fetch_rows, work_on_fetched
 from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
 from flexcp.ops.positions import in_translation, looking_up, positions_of
 from flexcp.ops.sharded import shifted
-from flexcp.ops.traced_rows import attend_by_rows
+from flexcp.ops.traced_plans import attend_over_any_plan
+from flexcp.ops.traced_rows import attend_by_rows, by_handle
 from flexcp.ops.traced_scores import attend_to_scores, is_recomputed, modified, run_block
 from flexcp.plan import Plan
 from flexcp.torch_names import compiles_for_many, constant_in_graphs
@@ -101,7 +102,7 @@ def _sharded_work(
     """How many rows are fetched, and what is computed with them."""
     fetch = fetch_of(plan, mask)
     found = []
-    for work in fetch.work.of(fetch.ascending):
+    for work in work_on_fetched(plan, mask):
         size = batch if work.b is None else 1
         keys = None if work.b is None else list(range(work.first, work.first + work.rows))
         found.append(_work(work.shapes, size, heads, kv_heads, work.b, keys))
@@ -123,8 +124,8 @@ def traced_local_attention(
     positions = positions_of(mask, q.device)
     dropout = Dropout(dropout_p, seed, positions=positions) if seed is not None else None
     if positions is None and compiles_for_many():
-        handle = handle_of(mask)
-        return attend_by_rows(q, k, v, handle, None, score_mod, scale, sinks, dropout)
+        forbidden = by_handle(handle_of(mask), q, k)
+        return attend_by_rows(q, k, v, forbidden, None, score_mod, scale, sinks, dropout)
     if positions is not None:
         score_mod = looking_up(score_mod, *positions)
     id(mask)  # makes dynamo guard on which object it is
@@ -168,6 +169,10 @@ def traced_sharded_attention(
     """Out and lse over a plan, in one op that fetches and operations that a compiler can see."""
     name = plan.mask_name(mask)
     plan.require_mesh()
+    if compiles_for_many():
+        return attend_over_any_plan(
+            q, k, v, plan, name, score_mod, scale, sinks, gradients, dropout_p, seed, first_head
+        )
     handle = plan.graph_handle
     _mark_static(q, k, v)
     # As an argument of what is marked constant, the plan is guarded on by its identity.
@@ -176,7 +181,7 @@ def traced_sharded_attention(
     given = None if sinks is None else sinks.detach()
     fetched, _ = fetch_rows(
         q.detach(), k, v, handle, name, scale, given, gradients, by_element, rows, dropout_p, seed,
-        first_head,
+        first_head, False,
     )  # fmt: skip
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dropout = Dropout(dropout_p, seed, first_head=first_head) if seed is not None else None

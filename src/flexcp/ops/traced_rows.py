@@ -38,12 +38,13 @@ def attend_by_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    handle: Tensor | None,
+    forbidden: Callable[[Tensor], Tensor] | None,
     mask_mod: Callable[..., Tensor] | None,
     score_mod: ScoreFunction | None,
     scale: float,
     sinks: Tensor | None,
     dropout: Dropout | None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and the largest scores.
 
@@ -51,12 +52,14 @@ def attend_by_rows(
         q: [B, H, Lq, D].
         k: [B, G, Lkv, D].
         v: [B, G, Lkv, Dv].
-        handle: Stands for the mask; None if there is none, or if it is a function of the graph.
+        forbidden: Which pairs of some rows may not attend, as a mask says that the graph does not
+            know; None if there is none.
         mask_mod: A mask that is part of the graph.
         score_mod: The score function.
         scale: Factor on the scores.
         sinks: [H] logits that join each row's denominator.
         dropout: Which weights are dropped.
+        positions: int64 [Lq] Global positions of the queries; None if they are all of a sequence.
     """
     dtype, device = accumulation_dtype(q.dtype), q.device
     batch, heads, length = q.shape[:3]
@@ -72,16 +75,16 @@ def attend_by_rows(
     scaled = q.to(dtype) * scale
     keys, values = (x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
-    shape_of = (q.detach(), k.detach())
     again = is_recomputed(needs_gradients(q, k, v, sinks), batch * heads * length * k.shape[2])
 
     def block_of_rows(i: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        at = q_at[i]
+        rows_at = q_at[i]
+        at = rows_at if positions is None else positions.index_select(0, rows_at)
         scores = q @ k.transpose(-1, -2)
         if score_mod is not None:
             scores = modified(score_mod, scores, b, h, at, kv_at)
-        if handle is not None:
-            scores = scores.masked_fill(forbidden_pairs(handle, *shape_of, at), -torch.inf)
+        if forbidden is not None:
+            scores = scores.masked_fill(forbidden(rows_at), -torch.inf)
         if mask_mod is not None:
             allowed = over_pairs(mask_mod)(b, h, at, kv_at)
             scores = scores.masked_fill(~allowed, -torch.inf)
@@ -116,6 +119,19 @@ def _row_blocks(length: int) -> int:
     while blocks * _MOST_ROWS < length:
         blocks *= 4
     return blocks
+
+
+def by_handle(handle: Tensor | None, q: Tensor, k: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """What `attend_by_rows` asks of the mask that a handle stands for; None for none."""
+    if handle is None:
+        return None
+    shape_of = (q.detach(), k.detach())
+
+    def forbidden(rows: Tensor) -> Tensor:
+        found: Tensor = forbidden_pairs(handle, *shape_of, rows)
+        return found
+
+    return forbidden
 
 
 @torch.library.custom_op("flexcp::forbidden_pairs", mutates_args=())
