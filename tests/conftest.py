@@ -1,5 +1,6 @@
 """Test-wide settings: what a computation never wrote must not be read."""
 
+import gc
 import os
 
 # Before torch loads: some CPUs advertise bfloat16 matrix units that trap.
@@ -24,6 +25,12 @@ settings.load_profile("same")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+
+
+def pytest_collection_finish() -> None:
+    """Nobody looks through all that is imported for garbage: every collection did, in ranks too."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,12 @@
-"""The example runs under torchrun, and equals one process with every schedule."""
+"""The example runs as ranks of a launcher, and equals one process with every schedule."""
 
 import argparse
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launched import launched
 
 from flexcp.testing.processes import spawn
 
@@ -39,13 +38,9 @@ def test_every_schedule_equals_one_process(example, schedule, ranks):
     assert all(spawn(rank, ranks))
 
 
-def test_torchrun_runs_the_example():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(EXAMPLE), "--tokens", "130", "--dtype", "float64"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "130 tokens on 2 ranks (cpu), pytorch:" in done.stdout
-    assert done.stdout.count("differs by at most") == 4
+def test_ranks_that_a_launcher_starts_run_the_example(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--tokens", "130", "--dtype", "float64"])
+    ranks = launched(lambda: runpy.run_path(str(EXAMPLE), run_name="__main__"), 2, tmp_path)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert "130 tokens on 2 ranks (cpu), pytorch:" in ranks[0].out
+    assert ranks[0].out.count("differs by at most") == 4

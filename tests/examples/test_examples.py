@@ -6,17 +6,15 @@ runs no ranks, or starts them always by itself, put it into WITHOUT_TORCHRUN.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
+from launched import launched
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES: dict[str, tuple[list[str], str]] = {
@@ -55,36 +53,13 @@ def test_an_example_runs_when_started_plainly(name, monkeypatch, capfd, tmp_path
     assert re.search(says, capfd.readouterr().out)
 
 
-def as_rank(name: str, environment: dict[str, str], output: Path) -> None:
-    """What torchrun does in a process of its own, without the import of torch."""
-    with output.open("w") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-        sys.stdout = sys.stderr = out
-        os.environ.update(environment)
-        sys.argv = [name, *EXAMPLES[name][0]]
-        torch.set_num_threads(1)
-        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_as_the_ranks_that_torchrun_starts(name, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    context = multiprocessing.get_context("fork")
-    ranks = []
-    for rank in range(2):
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        arguments = (name, environment, tmp_path / str(rank))
-        ranks.append(context.Process(target=as_rank, args=arguments, daemon=True))
-        ranks[-1].start()
-    for process in ranks:
-        process.join(120)
-    outputs = [(tmp_path / str(rank)).read_text() for rank in range(2)]
-    assert [process.exitcode for process in ranks] == [0, 0], outputs
-    assert re.search(EXAMPLES[name][1], outputs[0]), outputs[0]
+def test_an_example_runs_as_the_ranks_that_torchrun_starts(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [name, *EXAMPLES[name][0]])
+    example = str(ROOT / "examples" / name)
+    ranks = launched(lambda: runpy.run_path(example, run_name="__main__"), 2, tmp_path)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert re.search(EXAMPLES[name][1], ranks[0].out), ranks[0]
 
 
 def test_torchrun_itself_runs_one():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from launched import launched
 from tools.doctor.tiny import TINY, one_thread
 
 import flexcp as library
@@ -17,6 +15,7 @@ from flexcp.kernels import preferences
 from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.registry import KERNELS
 from flexcp.plan import load_machine
+from flexcp.tools.cli import main
 from flexcp.tools.doctor.budget import Budget
 from flexcp.tools.doctor.examine import RanksEnd
 from flexcp.tools.doctor.start_ranks import LocalRanks
@@ -122,22 +121,16 @@ def test_what_it_cant_do_is_refused(flexcp, asked, told):
     assert told.strip() in " ".join(flexcp("doctor", *asked, code=2).err.replace("│", " ").split())
 
 
-def test_ranks_of_torchrun_are_examined_together(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--local-addr", "127.0.0.1", "--module", "flexcp.tools.cli", "doctor"),
-        *("--only", "ranks", "--only", "links", "--minutes", "3", "--json", "--out", str(tmp_path)),
-    ]
-    environment = {**os.environ, "FLEXCP_DOCTOR": "", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)  # of the first rank alone
+def test_ranks_of_torchrun_are_examined_together(tiny):
+    asked = ["doctor", "--only", "ranks", "--only", "links", "--json"]
+    first, second = launched(lambda: main(asked), 2, tiny)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert second.out == ""
+    found = json.loads(first.out)
     outcomes = {f["name"]: f["outcome"] for f in found["findings"] if f["section"] == "ranks"}
     assert set(outcomes.values()) == {"passed"}
     assert found["machine"]["intra_bandwidth"] > 0
-    assert (tmp_path / "report.html").exists()
+    assert (tiny / "out/doctor/report.html").exists()
 
 
 def test_it_compiles_all_kernels_for_an_architecture(flexcp):

@@ -6,16 +6,17 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launched import launched
 from typer.testing import CliRunner
 
 from flexcp import testing
+from flexcp.tools.cli import main
 from flexcp.tools.cli.app import app
 from flexcp.tools.train import Finished, TrainConfig
 from flexcp.tools.train import train as train_in_process
@@ -97,18 +98,11 @@ def test_an_interruption_saves_and_ends():
     assert Path("out", "checkpoint.pt").exists()
 
 
-def test_it_joins_ranks_that_others_have_started():
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port = str(place.getsockname()[1])
-    about = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with (
-        start(*SIZES, "--json", "--steps", "2", RANK="0", **about) as first,
-        start(*SIZES, "--json", "--steps", "2", RANK="1", **about) as second,
-    ):
-        assert second.stdout.read() == ""
-        assert json.loads(first.stdout.read())["ranks"] == 2
-    assert first.returncode == second.returncode == 0
+def test_it_joins_ranks_that_others_have_started(tmp_path):
+    first, second = launched(lambda: main(["train", *SIZES, "--json", "--steps", "2"]), 2, tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert second.out == ""
+    assert json.loads(first.out)["ranks"] == 2
     assert len(losses()) == 2
 
 
