@@ -33,6 +33,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What is imported may go when the process ends."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan() -> Iterator[None]:
     """Fills what torch.empty returns with NaN (or the largest integer) in every test."""

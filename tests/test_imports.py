@@ -60,31 +60,35 @@ def test_the_library_never_imports_its_tools():
         assert not [n for n in imported(path) if n.startswith("flexcp.tools")], path
 
 
-def seen_after(code: str, module: str) -> bool:
-    code = f"{code}; import sys; print({module!r} in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return run.stdout.strip() == "True"
+def seen_after(*steps: tuple[str, str]) -> list[bool]:
+    """Whether a module is loaded after each of some statements, in one new process."""
+    looks = (f"{code}; print({module!r} in sys.modules)" for code, module in steps)
+    run = subprocess.run(
+        [sys.executable, "-c", "import sys; " + "; ".join(looks)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [line == "True" for line in run.stdout.split()]
 
 
-def test_importing_it_loads_no_torch():
-    assert not seen_after("import flexcp", "torch")
-
-
-def test_tools_are_loaded_by_those_who_use_them():
+def test_torch_and_the_tools_are_loaded_by_those_who_use_them():
     stages = "batch compat.context_parallel integrations.context_parallel ops testing"
     imports = "; ".join(f"import flexcp.{stage}" for stage in stages.split())
-    assert not seen_after(imports, "flexcp.tools")
-    assert seen_after("import flexcp; flexcp.verify", "flexcp.tools")
+    seen = seen_after(
+        ("import flexcp", "torch"),
+        (imports, "torch"),
+        ("pass", "flexcp.tools"),
+        ("flexcp.verify", "flexcp.tools"),
+    )
+    assert seen == [False, True, False, True]
 
 
-def test_using_every_name_starts_no_compiler():
-    assert not seen_after("from flexcp import *", "torch._dynamo")
-
-
-def test_neither_using_every_name_nor_a_call_on_the_cpu_loads_triton():
-    code = "import torch, flexcp; from flexcp import *; x = torch.ones(1, 1, 4, 4); "
+def test_using_every_name_starts_no_compiler_nor_does_a_call_on_the_cpu_load_triton():
     call = "flexcp.flex_attention(x, x, x, block_mask=flexcp.masks.causal())"
-    assert not seen_after(code + call, "triton")
+    seen = seen_after(
+        ("from flexcp import *", "torch._dynamo"),
+        (f"import torch, flexcp; x = torch.ones(1, 1, 4, 4); {call}", "triton"),
+    )
+    assert seen == [False, False]
 
 
 def test_every_public_name_is_there():

@@ -33,13 +33,13 @@ distributed.SCHEDULES = ("auto", "ulysses")
 small = ["--lengths", "512", "--ranks", "2", "--repeats", "1", "--masks"]
 run(distributed.main, *small, "causal", "full", "--parts", "time")
 shutil.copy(out + "/distributed.json", out + "/times.json")
-distributed.SCHEDULES, distributed.ROTATIONS = ("ulysses",), ("alltoall",)
+distributed.SCHEDULES, distributed.ROTATIONS = ("ulysses",), ()
 run(distributed.main, *small, "causal", "--parts", "memory")
 
 run(overhead.main, "--ranks", "2", "--rounds", "4", "--repeats", "2")
 """
 EVERYBODY = ("torch ring alltoall", "torch ring allgather", "flexcp auto", "flexcp ulysses")
-WEIGHED = ("one process", "torch ring alltoall", "flexcp ulysses")
+WEIGHED = ("one process", "flexcp ulysses")
 
 
 @pytest.fixture(scope="module")

@@ -122,8 +122,9 @@ def test_a_score_mod_that_is_an_argument_is_translated_once(held, wraps):
 
 
 @pytest.mark.usefixtures("loaded_compiler")
-@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("held", [False, True], ids=["argument", "held"])
+@pytest.mark.parametrize(
+    ("held", "wraps"), [(False, False), (True, True)], ids=["argument", "held, wrapped"]
+)
 def test_a_score_mod_that_is_an_argument_is_translated_once_in_a_compiled_module(held, wraps):
     tensors = qkvg(LENGTH)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
+import runpy
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -26,7 +31,14 @@ def demo(monkeypatch):
         assert run.exit_code == 0, run.output
         print(run.output)
 
+    def script(command, **_):
+        monkeypatch.setattr(sys, "argv", command[1:])
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            runpy.run_path(command[1], run_name="__main__")
+        return subprocess.CompletedProcess(command, 0, said.getvalue())
+
     monkeypatch.setattr(module, "flexcp", here)
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=script))
     return module
 
 

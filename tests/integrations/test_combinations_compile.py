@@ -104,18 +104,24 @@ def test_what_surrounds_attention_is_traced_through_the_style():
     torch.manual_seed(0)
     module, x = Everything().eval(), torch.randn(2, 21, 16)
 
-    def rank(mesh):
+    def parallel(mesh):
         plan = flexcp.make_plan(masks.causal(), 21, mesh, num_heads=2, head_dim=8, block_size=8)
         parallelize_module(module, mesh, flexcp.ContextParallel(plan))
-        with torch.no_grad():
-            plain = module(plan.shard(x, 1))
-            traced = torch.compile(module, backend="eager", fullgraph=True)(plan.shard(x, 1))
-        assert_close(traced, plain, what="out")
-        return plan.unshard(traced, 1)
+        return plan
 
-    found = testing.spawn(rank, 2, timeout=300.0)
+    def plain(mesh):
+        with torch.no_grad():
+            return module(parallel(mesh).shard(x, 1))
+
+    def traced(mesh):
+        plan = parallel(mesh)
+        with torch.no_grad():
+            out = torch.compile(module, backend="eager", fullgraph=True)(plan.shard(x, 1))
+        return plan.unshard(out, 1)
+
+    found = testing.spawn(traced, 2, timeout=300.0)
     assert torch.equal(found[0], found[1])
-    assert_close(found[0], testing.spawn(rank, 1)[0], what="out")
+    assert_close(found[0], testing.spawn(plain, 1)[0], what="out")
 
 
 def test_errors_of_calls_come_out_of_compiled_models():

@@ -97,7 +97,7 @@ def test_it_is_recomputed_over_the_same_plan(reentrant):
 @pytest.mark.parametrize("mod", [None, bias], ids=["no score_mod", "a score_mod"])
 def test_every_step_has_its_own_plan(mod):
     """Torch compiles a call once for all: another plan must not run as the one before."""
-    steps = [PACKED, masks.full(), masks.sliding_window(5), PACKED]
+    steps = [PACKED, masks.sliding_window(5), PACKED]
 
     def rank(mesh):
         style, outs = flexcp.ContextParallel(), []

@@ -199,19 +199,19 @@ def test_autocast_casts_as_it_does_in_one_process():
 
 def test_sixty_four_ranks():
     # Made once: 64 plans take longer than the rest.
+    mask = MASKS["documents"]
     made = flexcp.make_plan(
-        masks.causal(), 203, 64, layout="balanced", schedule="exchange", block_size=16, num_heads=4,
+        mask, 203, 64, layout="balanced", schedule="exchange", block_size=16, num_heads=4,
         num_kv_heads=2, head_dim=8, dtype=torch.float64, batch=2,
     )  # fmt: skip
-    assert compare(testing.simulate, 64, masks.causal(), 203, plan_of=made.on) < 1e-10
+    assert compare(testing.simulate, 64, mask, 203, plan_of=made.on) < 1e-10
 
 
 @pytest.mark.parametrize("schedule", ["exchange", "ring", "allgather", "ulysses"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_ranks_give_the_result_of_one_process(schedule, ranks):
-    for mask in (MASKS["causal"], MASKS["documents"]):
-        worst = compare(testing.spawn, ranks, mask, 203, schedule=schedule, permuted=True)
-        assert worst < 1e-10
+    mask = MASKS["causal" if ranks == 2 else "documents"]
+    assert compare(testing.spawn, ranks, mask, 203, schedule=schedule, permuted=True) < 1e-10
 
 
 def test_real_ranks_on_a_mesh_of_two_dimensions():

@@ -19,6 +19,9 @@ from flexcp.plan import PRESETS, Machine, make_plan
 
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 WINDOW = masks.causal() & masks.sliding_window(500)
+UNLIKE = ("cpu-gloo", "pcie", "h100-nvlink", "h100-ib", "a100-ib", "b200-nvlink")
+MACHINES = [machine for machine in PRESETS if machine.name in UNLIKE]
+"""Of those that differ little in a plan's eyes, one."""
 
 
 def test_a_full_mask_on_many_ranks_shares_heads_and_sequence():
@@ -29,7 +32,7 @@ def test_a_full_mask_on_many_ranks_shares_heads_and_sequence():
     chosen.check()
 
 
-@pytest.mark.parametrize("machine", PRESETS, ids=lambda m: m.name)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
 @pytest.mark.parametrize(
     "mask",
     [
@@ -60,7 +63,7 @@ def test_auto_is_no_dearer_than_any_explicit_choice(machine, mask):
             assert auto <= price(layout=layout, schedule=schedule) * 1.02
 
 
-@pytest.mark.parametrize("machine", PRESETS, ids=lambda m: m.name)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
 @pytest.mark.parametrize("ranks", [4, 8, 32])
 def test_locality_is_not_given_up_for_little(machine, ranks):
     """A window stays a halo exchange, and a causal mask receives what exact zigzag needs."""

@@ -37,7 +37,7 @@ def cases(draw):
 
 
 @given(cases(), st.booleans())
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=350, deadline=None)
 def test_every_generated_mask_has_the_kinds_and_areas_of_its_dense_evaluation(case, tight):
     mask, q_len, kv_len, block_size, batch, heads = case
     dense = create_mask(mask.mask_mod, batch, heads, q_len, kv_len, device="cpu")
@@ -56,7 +56,7 @@ def test_every_generated_mask_has_the_kinds_and_areas_of_its_dense_evaluation(ca
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_generated_mask_gives_the_block_mask_that_torch_makes(case):
     mask, q_len, kv_len, block_size, batch, heads = case
     theirs = create_block_mask(
@@ -78,7 +78,7 @@ def test_every_generated_mask_gives_the_block_mask_that_torch_makes(case):
 
 
 @given(cases(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_transposing_and_slicing_agree_with_the_dense_matrix(case, data):
     mask, q_len, kv_len, block_size, batch, heads = case
     grid = flexcp.build_block_grid(

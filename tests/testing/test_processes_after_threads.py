@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 START = """
 import torch
 from flexcp import attention, make_plan, masks, testing
@@ -28,9 +26,9 @@ def many_threads():
     counts = torch.arange(5000) % 3
     counts.repeat_interleave(counts)
 """
-PARENTS = {
-    "threads": START + "many_threads()\n",
-    "simulated": START + "many_threads(); testing.simulate(step, 2)\n",
+USED = {
+    "by an operation": "many_threads()",
+    "by simulated ranks": "testing.simulate(step, 2)",
 }
 COMPILED = """
 import torch
@@ -61,11 +59,13 @@ def run(script, tmp_path):
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("parent", PARENTS)
-def test_ranks_answer_after_the_parent_has_used_threads(parent, threads, tmp_path):
-    script = PARENTS[parent] + f"print(testing.spawn(step, 2, timeout=30, threads={threads}))"
-    assert run(script, tmp_path) == str([(threads, True)] * 2)
+def test_ranks_answer_after_the_parent_has_used_threads(tmp_path):
+    script = START
+    for use in USED.values():
+        for threads in (1, 2):
+            start = f"testing.spawn(step, 2, timeout=30, threads={threads})"
+            script += f"{use}\nassert {start} == [({threads}, True)] * 2\n"
+    assert run(script, tmp_path) == ""
 
 
 def test_ranks_run_and_compile_code_after_the_parent_has_compiled(tmp_path):
