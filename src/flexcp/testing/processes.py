@@ -166,6 +166,7 @@ def _fork(fn: Callable[[Any], Any], world: _World, ranks: list[_RankProcess]) ->
         ours, theirs = context.Pipe(duplex=False)
         # Not daemonic: ranks may have processes of their own, such as a DataLoader's workers.
         process = context.Process(target=_run, args=(fn, rank, world, theirs), daemon=False)
+        _let_go_of_memory()
         with warnings.catch_warnings():  # Python's, about forks beside other threads: see above
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
@@ -274,9 +275,21 @@ def _run(fn: Callable[[Any], Any], rank: int, world: _World, pipe: Connection) -
 
 def _forget_memory_of_threads() -> None:
     """Makes MKL take memory from the system: its own tables of threads may not survive a fork."""
+    _ask_mkl("mkl_serv_disable_fast_mm")
+
+
+def _let_go_of_memory() -> None:
+    """Waits for threads that hold a lock of MKL's tables, such as those that are just ending.
+
+    A rank that was forked meanwhile would have the lock without the thread, and spin for ever.
+    """
+    _ask_mkl("mkl_serv_free_buffers")
+
+
+def _ask_mkl(function: str) -> None:
     with contextlib.suppress(OSError, AttributeError):  # a build without MKL
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        library.mkl_serv_disable_fast_mm()
+        getattr(library, function)()
 
 
 def _forget_compile_threads() -> None:
