@@ -15,6 +15,7 @@ packs whose longest documents are not cut to a quarter, and "--packs" tries many
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,6 @@ from flexcp.layout import (
     Layout,
     balanced,
     contiguous,
-    dealt,
     head_tail,
     per_document_head_tail,
     ptrr,
@@ -112,7 +112,17 @@ def greedy_chunks(grid: BlockGrid, ranks: int) -> Layout:
     """Fixed chunks, dearest first, each to the least loaded rank that has room."""
     blocks = Work.of([grid]).blocks
     chunk = max(1, blocks.numel() // ranks // 8)
-    return dealt(blocks, grid.q_len, ranks, block_size=grid.block_size[0], chunk=chunk)
+    areas = [int(part.sum()) for part in blocks.split(chunk)]
+    most = -(-len(areas) // ranks)
+    loads = [(0, rank) for rank in range(ranks)]
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    size = chunk * grid.block_size[0]
+    for i in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
+        load, rank = heapq.heappop(loads)
+        runs[rank].append((i * size, min((i + 1) * size, grid.q_len)))
+        if len(runs[rank]) < most:
+            heapq.heappush(loads, (load + areas[i], rank))
+    return Layout.of_runs([sorted(own) for own in runs], seq_len=grid.q_len, name="chunks")
 
 
 @dataclass(frozen=True)

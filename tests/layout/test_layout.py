@@ -11,7 +11,6 @@ from flexcp.layout import (
     Layout,
     balanced,
     contiguous,
-    dealt,
     head_tail,
     per_document_head_tail,
     ptrr,
@@ -107,11 +106,6 @@ def test_layouts_keep_the_order_in_which_a_rank_stores_its_tokens():
         (lambda: per_document_head_tail([3, -1], 2), "a length to be an integer of at least 0"),
         (lambda: ptrr(torch.ones(3), 8, 2, block_size=2), "each of 4 blocks of 2 rows"),
         (lambda: ptrr(torch.ones(4), 8, 2, block_size=0), "block_size to be an integer"),
-        (
-            lambda: dealt(torch.ones(3), 8, 2, block_size=2, chunk=1),
-            "each of 4 blocks of 2 rows, for 8 tokens",
-        ),
-        (lambda: dealt(torch.ones(4), 8, 2, block_size=2, chunk=0), "chunk to be an integer"),
         (lambda: balanced([], 2), "one or several block grids"),
         (lambda: Layout.of_runs([]), "at least 1 rank"),
         (lambda: Layout.stacked([]), "a layout for each batch element"),
@@ -163,7 +157,6 @@ POLICIES = {
     "striped": lambda ranks: striped(8, ranks, stripe=2),
     "per_document": lambda ranks: per_document_head_tail([5, 3], ranks),
     "ptrr": lambda ranks: ptrr(torch.ones(4), 8, ranks, block_size=2),
-    "dealt": lambda ranks: dealt(torch.ones(4), 8, ranks, block_size=2, chunk=1),
     "balanced": lambda ranks: balanced([build_block_grid(masks.causal(), 8)], ranks),
 }
 

@@ -3,14 +3,7 @@
 from flexcp.layout.balance.search import balanced
 from flexcp.layout.layout import Layout
 from flexcp.layout.needed_rows import rows_needed
-from flexcp.layout.rules import (
-    contiguous,
-    dealt,
-    head_tail,
-    per_document_head_tail,
-    ptrr,
-    striped,
-)
+from flexcp.layout.rules import contiguous, head_tail, per_document_head_tail, ptrr, striped
 from flexcp.layout.work import area_per_rank
 
 __all__ = [
@@ -18,7 +11,6 @@ __all__ = [
     "area_per_rank",
     "balanced",
     "contiguous",
-    "dealt",
     "head_tail",
     "per_document_head_tail",
     "ptrr",

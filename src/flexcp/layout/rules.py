@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError, whole_number
 from flexcp.layout.layout import Layout
+from flexcp.layout.row_sets import expand
 
 
 def require_ranks(ranks: object) -> int:
@@ -147,37 +147,6 @@ def ptrr(
     return _of_chunks("ptrr", seq_len, ranks, edges, owner)
 
 
-def dealt(block_areas: Tensor, seq_len: int, ranks: int, *, block_size: int, chunk: int) -> Layout:
-    """Chunks of equal size, the dearest first, each to the rank with least work that has room.
-
-    Args:
-        block_areas: int64 [blocks] Work of each block of rows.
-        seq_len: Tokens of the whole sequence.
-        ranks: How many ranks there are.
-        block_size: Rows of a block.
-        chunk: Blocks of a chunk.
-
-    >>> dealt(torch.tensor([1, 2, 3, 4]), 8, 2, block_size=2, chunk=1).positions(0)
-    tensor([0, 1, 6, 7])
-    """
-    seq_len, ranks = _require_sizes(seq_len, ranks)
-    block_size = _require_blocks(block_areas, seq_len, block_size)
-    chunk = whole_number("chunk", chunk, at_least=1, fix="pass how many blocks a chunk has")
-    areas = [int(part.sum()) for part in block_areas.split(chunk)]
-    room = [-(-len(areas) // ranks)] * ranks
-    loads = [(0, rank) for rank in range(ranks)]
-    owner = torch.zeros(len(areas), dtype=torch.int64)
-    for i in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
-        load, rank = heapq.heappop(loads)
-        owner[i] = rank
-        room[rank] -= 1
-        if room[rank]:
-            heapq.heappush(loads, (load + areas[i], rank))
-    first = torch.arange(0, seq_len, chunk * block_size)
-    edges = torch.cat([first, torch.full((1,), seq_len)])
-    return _of_chunks("dealt", seq_len, ranks, edges, owner)
-
-
 def _require_blocks(block_areas: Tensor, seq_len: int, block_size: object) -> int:
     size = whole_number("block_size", block_size, at_least=1, fix="pass block_size=128")
     blocks = -(-seq_len // size)
@@ -215,13 +184,6 @@ def joined(
     return Layout(name, seq_len, ranks, 1, rank[opens], start[opens], stop[closes])
 
 
-def of_owners(name: str, ranks: int, owner: Tensor) -> Layout:
-    """From the owner of every position."""
-    order = torch.argsort(owner, stable=True)
-    sizes = torch.bincount(owner, minlength=ranks).tolist()
-    return Layout.of_rows(order.split(sizes), seq_len=owner.numel(), name=name)
-
-
 def with_token_counts(
     name: str, owner: Tensor, counts: Sequence[int], *, cost: Tensor | None = None
 ) -> Layout:
@@ -244,14 +206,10 @@ def with_token_counts(
             dearest = torch.argsort(cost, descending=True, stable=True)
         order = dearest[torch.argsort(owner[dearest], stable=True)]
         ends = have.cumsum(0)
-        giving, give_at = _repeat(spare.clamp(min=0))
+        giving, give_at = expand(spare.clamp(min=0))
         rows = order[ends[giving] - 1 - give_at]
-        taking, _ = _repeat((-spare).clamp(min=0))
+        taking, _ = expand((-spare).clamp(min=0))
         owner = owner.clone()
         owner[rows] = taking
-    return of_owners(name, len(counts), owner)
-
-
-def _repeat(times: Tensor) -> tuple[Tensor, Tensor]:
-    index = torch.repeat_interleave(torch.arange(times.numel()), times)
-    return index, torch.arange(index.numel()) - (times.cumsum(0) - times)[index]
+    rows = torch.argsort(owner, stable=True).split(list(counts))
+    return Layout.of_rows(rows, seq_len=owner.numel(), name=name)

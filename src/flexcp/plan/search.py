@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from flexcp.errors import FlexCPError
-from flexcp.layout import Layout, area_per_rank, contiguous, dealt
+from flexcp.layout import Layout, contiguous
 from flexcp.layout.balance.objective import Objective
 from flexcp.layout.needed_rows import rows_in_tiles
-from flexcp.layout.work import Work
 from flexcp.plan.cost import Cost
 from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.model_work import model_seconds
@@ -121,11 +120,6 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
             found.extend(c for c in more if c.price < best)
         less_local: list[Candidate] = []
         gains = min(c.seconds for c in found) > _TUNED.enough * min(c.if_even for c in found)
-        if gains and loads.asks_for(_TUNED.dense):
-            dealt = _chunks_dealt_to_ranks(problem)
-            if dealt is not None:
-                of_dealt = LayoutLoads.of(problem, dealt, schedule)
-                less_local.extend(_priced(problem, of_dealt, tried, found, schedule))
         for split in tried if gains else ():
             groups = _blocks_dealt_to_groups(problem, loads, split, found)
             if groups is not None:
@@ -140,7 +134,8 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
 def _is_worth(other: Candidate, fastest: Candidate) -> bool:
     """Whether giving up locality gains 2 % for each time that it moves what the fastest does."""
     gain = fastest.seconds / other.seconds - 1
-    return gain * min(other.wire, fastest.wire) > (_TUNED.enough - 1) * other.wire
+    times = max(other.wire, fastest.wire) / max(fastest.wire, 1e-12)
+    return gain > (_TUNED.enough - 1) * times
 
 
 def _shared_by_groups(problem: Problem, found: Sequence[Candidate]) -> list[Candidate]:
@@ -190,19 +185,6 @@ def _modest_first(found: list[Candidate]) -> list[Candidate]:
     much = (1 + _TUNED.small) * min(c.received for c in near)
     first = min(near, key=lambda c: (c.received > much, c.keeps_much))
     return [first, *(c for c in found if c is not first)]
-
-
-def _chunks_dealt_to_ranks(problem: Problem) -> Layout | None:
-    """Chunks dealt out by their work: every rank then has the same to do in every round."""
-    grids, ranks = list(problem.grids.values()), problem.ranks.size
-    work = Work.of(grids)
-    chunk = max(1, int(work.blocks.numel() // ranks * _TUNED.small))
-    if work.blocks.numel() // chunk * ranks > MOST_LINES:
-        return None
-    found = dealt(work.blocks, work.seq_len, ranks, block_size=work.block, chunk=chunk)
-    areas = area_per_rank(grids, found).double()
-    within = int(found.counts.max()) - int(found.counts.min()) <= work.block
-    return found if within and float(areas.max()) <= _TUNED.enough * float(areas.mean()) else None
 
 
 def _blocks_dealt_to_groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcp import BlockGrid, build_block_grid, masks
-from flexcp.layout import Layout, area_per_rank, balanced, dealt, rows_needed
+from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
 from flexcp.layout.work import Work
 
 LENGTH, RANKS = 1 << 17, 16
@@ -43,9 +44,19 @@ def imbalance(grid: BlockGrid, layout: Layout) -> float:
 
 def fixed_chunks(grid: BlockGrid, ranks: int) -> Layout:
     """Chunks of an eighth of a rank's tokens, the dearest first, each to the least loaded rank."""
-    areas = Work.of([grid]).blocks
-    chunk = max(1, areas.numel() // ranks // 8)
-    return dealt(areas, grid.q_len, ranks, block_size=grid.block_size[0], chunk=chunk)
+    blocks = Work.of([grid]).blocks
+    chunk = max(1, blocks.numel() // ranks // 8)
+    areas = [int(part.sum()) for part in blocks.split(chunk)]
+    most = -(-len(areas) // ranks)
+    loads = [(0, rank) for rank in range(ranks)]
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    size = chunk * grid.block_size[0]
+    for i in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
+        load, rank = heapq.heappop(loads)
+        runs[rank].append((i * size, min((i + 1) * size, grid.q_len)))
+        if len(runs[rank]) < most:
+            heapq.heappush(loads, (load + areas[i], rank))
+    return Layout.of_runs([sorted(own) for own in runs], seq_len=grid.q_len)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

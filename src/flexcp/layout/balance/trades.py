@@ -251,13 +251,6 @@ class _Turn:
                     cut = bisect_left(before, before[stop] - area, start, stop - 1)
                     yield math.inf, taker, given, ((d, cut, stop),)
 
-    def _new_needs(self, share: Share, pieces: Pieces) -> int:
-        """Rows that a rank needs besides for a piece of a document of which it has nothing."""
-        if len(pieces) != 1 or pieces[0][0] in share.runs:
-            return 0
-        (_, start, stop), (first, last) = pieces[0], self.deal.documents.hull
-        return last[stop - 1] - first[start] - (stop - start)
-
     def _judged(self, taker: Share, given: Pieces, back: Pieces, least_gain: float) -> Trade | None:
         """The trade, with what keeps token counts within bounds, if it gains over `least_gain`."""
         deal, giver, price = self.deal, self.giver, self.objective.of_rank
@@ -274,18 +267,6 @@ class _Turn:
             0 if few > 0 else taker.area + area,
         )
         if self.uneven and self._gain(highest, highest, 0) <= least_gain:
-            return None
-        freed = freed_low = 0
-        for document in {piece[0] for piece in (*given, *back)}:
-            freed += giver.needed.get(document, 0)
-            freed_low += taker.needed.get(document, 0)
-        more, more_low = self._new_needs(giver, back), self._new_needs(taker, given)
-        cost = highest
-        if many <= 0:
-            cost = max(cost, price(giver.area - area, giver.needs - freed + more, 0))
-        if few <= 0:
-            cost = max(cost, price(taker.area + area, taker.needs - freed_low + more_low, 0))
-        if self._gain(highest, cost, more + more_low - freed - freed_low) <= least_gain:
             return None
         if few > 0:
             end = deal.light_end(taker, few, back, given) if many <= 0 else None
