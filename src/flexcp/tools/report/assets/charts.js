@@ -119,11 +119,15 @@ function drawBars(which) {
   ctx.textAlign = "left";
   ctx.fillText("rank", 2, height - 6);
   const most = Math.max(...totals);
+  const over = `${(most / (mean || 1)).toFixed(3)} × the mean`;
   const caption = which === "work"
-    ? [element("b", { textContent: "Allowed pairs" }), ` · busiest ${asCount(most)}, ${(most / (mean || 1)).toFixed(3)} × the mean (dashed)`]
+    ? [element("b", { textContent: "Allowed pairs" }), ` · busiest ${asCount(most)}, ${over} (dashed)`]
     : [element("b", { textContent: "Bytes received" }), ` · forward, and backward (pale) · at most ${asBytes(most)}, mean ${asBytes(mean)}`];
   $(which + "-caption").replaceChildren(...caption);
-  $(which).setAttribute("aria-label", `${caption.map(c => c.textContent || c).join("")}; the table below has all numbers.`);
+  const said = which === "work"
+    ? `The busiest rank computes ${asCount(most)} allowed pairs, ${over}`
+    : `A rank receives at most ${asBytes(most)} forward and backward, and ${asBytes(mean)} in the mean`;
+  $(which).setAttribute("aria-label", `${said}; the table below has the numbers of each rank.`);
 }
 const redrawBars = framed(() => { drawBars("work"); drawBars("traffic"); });
 
