@@ -99,7 +99,7 @@ def test_gradients_over_ranks_are_those_of_one_process() -> None:
     expected = torch.autograd.grad(wanted.square().sum(), inputs)
 
     def rank(mesh: object) -> list[Tensor]:
-        mask = masks.document(cu_seqlens=ends) & masks.causal()
+        mask = masks.causal() & masks.document(cu_seqlens=ends)
         plan = flexcp.make_plan(mask, 53, mesh, num_heads=4, num_kv_heads=2, head_dim=8)  # type: ignore[arg-type]
         local = [plan.shard(x.detach(), 0).requires_grad_() for x in inputs]
         out = varlen_attn(

@@ -139,9 +139,9 @@ def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
     >>> _laid_out_as(torch.ones(1, 4, 3, 2).transpose(1, 2), torch.ones(1, 3, 4, 2)).stride()
     (24, 2, 6, 1)
     """
-    if query.is_contiguous():
-        return out
     strides = query.stride()
+    if strides[0] >= strides[1] >= strides[2]:
+        return out
     order = [0]
     for dim in (1, 2):
         place = 0
@@ -149,7 +149,8 @@ def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
             place += 1
         order.insert(place, dim)
     order.append(3)
-    laid_out = out.permute(order).contiguous()
+    # Not `contiguous`, which leaves the strides of dimensions of size 1 as they are.
+    laid_out = out.permute(order).clone(memory_format=torch.contiguous_format)
     return laid_out.permute([order.index(dim) for dim in range(4)])
 
 

@@ -247,7 +247,7 @@ def _require_planned(plan: Plan, name: str, lengths: PackedLengths, window: Wind
     """Raises unless the plan is for this packing: it decides which pairs attend."""
     planned, length = plan.grids[name].mask, plan.layout.seq_len
     asked = lengths.mask(length, length, window)
-    if asked != planned:
+    if asked != planned and window.mask(length) & lengths.mask(length, length, Window()) != planned:
         raise FlexCPError(
             f"a plan for the mask {asked.name!r} of these cu_seqlens",
             f"one for {planned.name!r}, or for other lengths",

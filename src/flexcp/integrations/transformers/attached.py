@@ -251,12 +251,12 @@ class Attached:
                 "no key-value cache", "past_key_values", "call cp.detach() to generate"
             )
         unsupported.check_options(kwargs, module)
-        UNDER_WAY.set(sharding)
+        UNDER_WAY.sharding = sharding
         rest = {name: x for name, x in kwargs.items() if name not in (SHARDING, "attention_mask")}
         return args, {**rest, "use_cache": False}
 
     def _end_forward(self, *_: Any) -> None:
-        UNDER_WAY.set(None)
+        UNDER_WAY.sharding = None
 
 
 def attach(

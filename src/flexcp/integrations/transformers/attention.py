@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,14 @@ class Sharding:
         return f"Sharding({self.plan!r})"
 
 
-UNDER_WAY: ContextVar[Sharding | None] = ContextVar("flexcp_sharding", default=None)
-"""The sharding of the forward pass that this thread is in.
+class _UnderWay(threading.local):
+    """The forward pass that a thread is in; not a ContextVar, which torch.compile can't follow."""
+
+    sharding: Sharding | None = None
+
+
+UNDER_WAY = _UnderWay()
+"""Has the sharding of the forward pass that this thread is in.
 
 Transformers asks for masks without saying for which batch, so it can't be an argument. It is set
 and cleared by the attached model, around its own forward pass.
@@ -87,7 +93,7 @@ class LayerMask:
 
 def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
     """For `AttentionMaskInterface`: recognises the mask that the model wants for some layers."""
-    sharding = UNDER_WAY.get()
+    sharding = UNDER_WAY.sharding
     if sharding is None:
         raise FlexCPError(
             "a forward pass of the attached model on what cp.shard(batch) returned",

@@ -40,7 +40,7 @@ def tell_the_last_position(module: nn.Module) -> list[RemovableHandle]:
 def _append(
     _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    sharding = UNDER_WAY.get()
+    sharding = UNDER_WAY.sharding
     if sharding is None or sharding.last_position is None:
         return None
     if "position_ids" in kwargs:
@@ -55,7 +55,7 @@ def _with(position_ids: Tensor, sharding: Any) -> Tensor:
 
 
 def _drop(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
-    sharding = UNDER_WAY.get()
+    sharding = UNDER_WAY.sharding
     if sharding is None or sharding.last_position is None:
         return None
     return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
