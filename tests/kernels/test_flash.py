@@ -96,7 +96,7 @@ LONG_MASKS = {
 }
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), zip(LONG_MASKS, cycle([1, 2])))
+@pytest.mark.parametrize(("name", "kv_heads"), [*zip(LONG_MASKS, cycle([1, 2]))])
 def test_long_unaligned_masks_are_the_oracles_twice_with_the_same_bits(
     name: str, kv_heads: int
 ) -> None:

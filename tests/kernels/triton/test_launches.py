@@ -105,9 +105,10 @@ def test_a_call_over_ranks_launches_little(
     mask: Mask, batch: int, heads: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(monkeypatch)
+    made = flexcp.make_plan(mask, LENGTH, RANKS, batch=batch, **heads)
 
     def rank(mesh: Any) -> tuple[int, Operations, Operations]:
-        plan = flexcp.make_plan(mask, LENGTH, mesh, batch=batch, **heads)
+        plan = made.on(mesh)
         rows, dtype = plan.positions().shape[-1], torch.bfloat16
         own = [torch.zeros(batch, h, rows, 16, dtype=dtype).requires_grad_() for h in (2, 1, 1)]
         out = flexcp.attention(*own, plan, kernel="triton")
