@@ -27,6 +27,9 @@ from flexcp.plan.machine import Machine
 from flexcp.plan.mesh import Ranks
 from flexcp.plan.shape import AttentionShape
 
+PASSES = 3.0
+"""Work of the rest of the model in both passes, over that of forward: gradients of what a matrix
+product takes and of its weights are a product each."""
 LAYOUTS = ("auto", "contiguous", "head_tail", "striped", "per_document", "ptrr", "balanced")
 """The names of all layouts."""
 
@@ -64,6 +67,12 @@ class Problem:
         row = self.shape.kv_bytes(self.shape.num_kv_heads) * self.shape.batch
         return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
 
+    @property
+    def pairs_per_token(self) -> int:
+        """Pairs that take as long as a token in the rest of the model, in both passes."""
+        per_pair = self.shape.flops_per_pair * (1 + self.machine.backward)
+        return round(self.flops_per_token * PASSES / per_pair)
+
     def seconds_from_other_nodes(self, rows: float, group_size: int) -> float:
         """What so many rows of K and V take, of which a rank's own node has a share, to arrive.
 
@@ -82,7 +91,7 @@ def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
             grids,
             ranks,
             pairs_per_row=problem.pairs_per_row,
-            pairs_per_token=round(problem.flops_per_token / problem.shape.flops_per_pair),
+            pairs_per_token=problem.pairs_per_token,
             token_slack=problem.token_slack,
             ranks_per_node=problem.machine.ranks_per_node,
         )

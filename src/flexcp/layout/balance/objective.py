@@ -20,6 +20,8 @@ class Objective:
     pairs_per_row: float = 512.0
     """Pairs that a rank computes in the time in which it receives one row of K and V; follows from
     the machine and the shape of attention, and is not tuned."""
+    beside: float = 0.0
+    """Pairs that a rank's tokens are worth in the rest of the model, which hide no transfers."""
     exposed: float = 0.4
     """What a row costs the rank that receives or sends it, over what that takes: 5 % slow compute
     down, as the cost model has it; rows of a first and of a last round are hidden in part only; and
@@ -59,4 +61,5 @@ class Objective:
         """The price of one rank, its pairs and rows that it waits for; or of many, as vectors."""
         wire = rows * self.pairs_per_row
         fragments = self.cut * self.pairs_per_row * pieces
-        return area + self.exposed * wire + larger(wire - area, 0.0) + fragments
+        waits = larger(wire - area + self.beside, 0.0)
+        return area + self.exposed * wire + waits + fragments

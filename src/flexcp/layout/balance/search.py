@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -79,6 +80,9 @@ def _of_work(
 ) -> Layout:
     """The layout for some work; counts differ by `slack` tokens, or by a share of the mean."""
     documents = Documents.of(work)
+    if work.per_token:  # what is uneven is dear beside what moves for it
+        beside = work.per_token * work.seq_len / ranks
+        objective = replace(objective, beside=beside, even=objective.good)
     counts = even_edges(work.seq_len, ranks).diff().tolist()
     bounds, room = [(count, count) for count in counts], counts
     dense = documents.dense_rows(2 / objective.small)

@@ -38,7 +38,8 @@ def improve(deal: Deal, most: float = math.inf) -> None:
     changed, tries = False, deal.objective.tries
     fine = 2 * tries**2  # trades once work is even enough for documents that stay whole
     for _ in range(tries * len(deal.shares)):
-        fine -= len(deal.documents) > 1 and deal.imbalance() <= deal.objective.enough
+        whole = len(deal.documents) > 1 and not deal.objective.beside
+        fine -= whole and deal.imbalance() <= deal.objective.enough
         if deal.price() > most or len(deal.shares) == 1 or fine < 0:
             return
         for turn in _turns(deal, stuck):
