@@ -21,6 +21,7 @@ def summary(flexcp, *args):
     "args",
     [
         ("causal", *SMALL),
+        ("causal", *SMALL, "--layout", "balanced", "--schedule", "ring"),  # as good as head-tail
         ("~causal | (full & chunked(100)) & sliding_window(7, 3)", *SMALL, "--layout", "head_tail"),
         ("causal & document([600, 424])", "--ranks", "2x2", "--heads", 8, "--schedule", "hybrid"),
         ("causal & documents(30)", "--tokens", 3000, "--ranks", 3, "--block-size", 64),

@@ -117,8 +117,10 @@ def strategies(plan: Plan, say: Callable[[str], None] | None = None) -> list[Str
         )
         others.append(Strategy(name, about, made))
     others.sort(key=lambda s: s.plan.stats().predicted_seconds)
-    found = {_what_it_comes_to(s.plan): s for s in reversed([chosen_strategy(plan), *others])}
-    return list(found.values())[::-1]
+    found: dict[tuple[object, ...], Strategy] = {}
+    for strategy in (chosen_strategy(plan), *others):
+        found.setdefault(_what_it_comes_to(strategy.plan), strategy)
+    return list(found.values())
 
 
 def _what_it_comes_to(plan: Plan) -> tuple[object, ...]:
