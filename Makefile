@@ -31,8 +31,9 @@ demo: $(PACKAGE)
 	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze | paste -sd ' ' - | fold -s -w 100
 	$(BIN)/python examples/demo.py
 
+# Tests wait for ranks and compilers: three workers keep two cores busy.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # The same suite on the newest torch that pip finds, in an environment of its own.
 LATEST := .venv-latest
@@ -45,7 +46,7 @@ $(LATEST)/.installed: pyproject.toml
 
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
+	$(LATEST)/bin/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .
