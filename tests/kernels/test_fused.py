@@ -146,6 +146,24 @@ def test_bands_are_computed_as_a_batch_of_blocks_of_rows(name: str, dtype: torch
     assert_close(found.lse, dense.lse, dtype=dtype, what="lse")
 
 
+def test_bands_of_keys_whose_elements_are_no_neighbours_copy_each_key_once(monkeypatch) -> None:
+    copied = []
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(
+        torch.Tensor, "contiguous", lambda x: copied.append(x.numel()) or contiguous(x)
+    )
+    slabs = (Slab(0, 256, 0, 300, 1, 1),)
+    shapes = Shapes(256, 555, ((0,),), (Plane(slabs),))
+    p = problem(batch=1, heads=2, kv_heads=2, q_len=256, kv_len=555, dim=8, dtype=torch.float32)
+    q, k, v = (x.detach().mT.contiguous().mT for x in p.inputs)
+    copied.clear()
+    found = flash.forward(q, k, v, CompiledShapes(shapes), scale=8**-0.5, fused=CPU_FLASH)
+    assert copied == [q.numel(), k.numel(), v.numel()]
+    wide = (x.double() for x in (q, k, v))
+    dense = dense_attention(*wide, allowed=allowed_pairs(shapes), scale=8**-0.5)
+    assert_close(found.out, dense.out, dtype=torch.float32, what="out")
+
+
 def test_strips_run_on_any_device_that_torch_has() -> None:
     compiled = CompiledShapes(causal_shapes(700))
     q, k = (torch.empty(1, heads, 700, 64, dtype=torch.float16, device="meta") for heads in (4, 2))

@@ -78,21 +78,21 @@ class FusedOp:
         return None
 
 
-def _rows(*tensors: Tensor) -> list[Tensor]:
+def as_rows(*tensors: Tensor) -> list[Tensor]:
     """Tensors as the CPU op reads them: a row's elements one after the other, whatever it says."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_rows(q, k, v), 0.0, False, scale=scale
+        *as_rows(q, k, v), 0.0, False, scale=scale
     )
     return out, lse
 
 
 def _cpu_causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_rows(q, k, v), 0.0, True, scale=scale
+        *as_rows(q, k, v), 0.0, True, scale=scale
     )
     return out, lse
 
@@ -101,7 +101,7 @@ def _cpu_masked_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_rows(q, k, v), 0.0, False, attn_mask=bias, scale=scale
+        *as_rows(q, k, v), 0.0, False, attn_mask=bias, scale=scale
     )
     return out, lse
 
@@ -110,7 +110,7 @@ def _cpu_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_rows(grad_out, q, k, v, out), lse, 0.0, False, scale=scale
+        *as_rows(grad_out, q, k, v, out), lse, 0.0, False, scale=scale
     )
     return dq, dk, dv
 
@@ -119,7 +119,7 @@ def _cpu_causal_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_rows(grad_out, q, k, v, out), lse, 0.0, True, scale=scale
+        *as_rows(grad_out, q, k, v, out), lse, 0.0, True, scale=scale
     )
     return dq, dk, dv
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexcp.kernels.fused import FusedOp
+from flexcp.kernels.fused import FusedOp, as_rows
 from flexcp.kernels.merge import merge_into
 from flexcp.kernels.program import Piece
 from flexcp.kernels.strips import bias_of, keys_of, rows_of
@@ -28,7 +28,8 @@ def fused_forward(
     """Leaves a piece's result in its rows of `out` and `lse`, merged with what is there already."""
     if piece.blocks > 1:
         for b in range(q.shape[0]):
-            part, part_lse = _band(fused, q[b], k[b], v[b], piece, scale)
+            # Before views overlap: a copy of those would hold every key dozens of times.
+            part, part_lse = _band(fused, *as_rows(q[b], k[b], v[b]), piece, scale)
             _store(out[b], lse[b], part, part_lse, piece)
         return
     own = rows_of(q, piece), keys_of(k, piece), keys_of(v, piece)

@@ -179,6 +179,7 @@ class Workspace:
         n, r = tensors.q_NRLD.shape[:2]
         budget = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _CHUNK_MOST)
         most = max(1, budget // (r * sizes.typical_pairs))
+        self.q_span = sizes.q_span  # the rows that any strip is in
         self._n = n
         self._step = -(-n // -(-n // most))  # as few groups as that takes, of even size
         dim = max(tensors.k_NLD.shape[-1], tensors.v_NLD.shape[-1])
@@ -312,7 +313,7 @@ def _add_up(
     """`strips_forward` of small scores: sums of exponentials, which are divided in the end."""
     dropout, factor = scoring.dropout, scoring.scale * scoring.change
     out, total = results.out_NRLD, results.lse_NRL
-    own = slice(min(v.piece.q0 for v in views), max(v.piece.q1 for v in views))
+    own = slice(*work.q_span)
     own_out, own_total = out[:, :, own], total[:, :, own]
     scoring.power_(own_total.mul_(scoring.change))
     if begun:
