@@ -15,7 +15,6 @@ packs whose longest documents are not cut to a quarter, and "--packs" tries many
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from chunks import greedy_chunks
 from documents import packed_document_lengths, published_packs
 from planning_report import MACHINES, SHOWN, draw, print_cells, print_packs, print_targets
 
@@ -106,23 +106,6 @@ def packs_of(name: str, tokens: int) -> list[list[int]]:
     """Packs on which a row of the table is measured."""
     several = "documents" in name or name == "block-causal + global"
     return published_packs(tokens, PACKS)[: PACKS if several else 1]
-
-
-def greedy_chunks(grid: BlockGrid, ranks: int) -> Layout:
-    """Fixed chunks, dearest first, each to the least loaded rank that has room."""
-    blocks = Work.of([grid]).blocks
-    chunk = max(1, blocks.numel() // ranks // 8)
-    areas = [int(part.sum()) for part in blocks.split(chunk)]
-    most = -(-len(areas) // ranks)
-    loads = [(0, rank) for rank in range(ranks)]
-    runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    size = chunk * grid.block_size[0]
-    for i in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
-        load, rank = heapq.heappop(loads)
-        runs[rank].append((i * size, min((i + 1) * size, grid.q_len)))
-        if len(runs[rank]) < most:
-            heapq.heappush(loads, (load + areas[i], rank))
-    return Layout.of_runs([sorted(own) for own in runs], seq_len=grid.q_len, name="chunks")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from flexcp import BlockGrid, build_block_grid, masks
 from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
-from flexcp.layout.work import Work
 
 LENGTH, RANKS = 1 << 17, 16
 
@@ -42,30 +40,14 @@ def imbalance(grid: BlockGrid, layout: Layout) -> float:
     return float(areas.max() / areas.mean())
 
 
-def fixed_chunks(grid: BlockGrid, ranks: int) -> Layout:
-    """Chunks of an eighth of a rank's tokens, the dearest first, each to the least loaded rank."""
-    blocks = Work.of([grid]).blocks
-    chunk = max(1, blocks.numel() // ranks // 8)
-    areas = [int(part.sum()) for part in blocks.split(chunk)]
-    most = -(-len(areas) // ranks)
-    loads = [(0, rank) for rank in range(ranks)]
-    runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    size = chunk * grid.block_size[0]
-    for i in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
-        load, rank = heapq.heappop(loads)
-        runs[rank].append((i * size, min((i + 1) * size, grid.q_len)))
-        if len(runs[rank]) < most:
-            heapq.heappush(loads, (load + areas[i], rank))
-    return Layout.of_runs([sorted(own) for own in runs], seq_len=grid.q_len)
-
-
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_more_is_received_than_with_fixed_chunks(seed, causal):
+def test_no_more_is_received_than_with_fixed_chunks(of_benchmarks, seed, causal):
     grid = grid_of(pack(seed), causal=causal)
     layout = balanced([grid], RANKS)
     assert imbalance(grid, layout) <= 1.02
-    assert received(grid, layout) <= received(grid, fixed_chunks(grid, RANKS))
+    chunks = of_benchmarks("chunks").greedy_chunks(grid, RANKS)
+    assert received(grid, layout) <= received(grid, chunks)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,14 +13,8 @@ PACKS = 3
 
 
 @pytest.fixture(scope="module")
-def packs() -> Callable[[int, int], list[list[int]]]:
-    path = Path(__file__).parents[3] / "benchmarks" / "documents.py"
-    spec = importlib.util.spec_from_file_location("benchmark_documents", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.published_packs
+def packs(of_benchmarks) -> Callable[[int, int], list[list[int]]]:
+    return of_benchmarks("documents").published_packs
 
 
 @pytest.mark.parametrize(
