@@ -29,7 +29,8 @@ def fused_forward(
     if piece.blocks > 1:
         for b in range(q.shape[0]):
             # Before views overlap: a copy of those would hold every key dozens of times.
-            part, part_lse = _band(fused, *as_rows(q[b], k[b], v[b]), piece, scale)
+            own_q, own_k, own_v = as_rows(q[b], k[b], v[b])
+            part, part_lse = _band(fused, own_q, own_k, own_v, piece, scale)
             _store(out[b], lse[b], part, part_lse, piece)
         return
     own = rows_of(q, piece), keys_of(k, piece), keys_of(v, piece)
