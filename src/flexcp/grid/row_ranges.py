@@ -52,6 +52,17 @@ class KeyColumn:
         filled = start < stop
         return torch.nonzero(~goes_on | (filled[1:] != filled[:-1])).squeeze(1) + 1
 
+    @cached_property
+    def has_own_keys(self) -> bool:
+        """Whether the key at the place of every query is in its range."""
+        start, stop = self.start.numpy(), self.stop.numpy()
+        for first in range(0, start.size, _TOGETHER):
+            at = slice(first, first + _TOGETHER)
+            own = np.arange(first, first + start[at].size)
+            if (start[at] > own).any() or (stop[at] <= own).any():
+                return False
+        return True
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""

@@ -157,3 +157,40 @@ def unlinked_neighbours(grid: BlockGrid, planes: Sequence[int] | None = None) ->
             strangers.append(t[~linked.expand(t.shape)])
         later = torch.cat(strangers)
     return later
+
+
+def hull_of_tiles(grid: BlockGrid, planes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """int64 [q_len] First key of the tiles that each row looks into, and the key after the last."""
+    rows, cols = grid.shape
+    first, last = torch.full((rows,), cols), torch.zeros(rows, dtype=torch.int64)
+    for runs in (grid.runs[plane] for plane in planes):
+        first.scatter_reduce_(0, runs.row, runs.start, "amin")
+        last.scatter_reduce_(0, runs.row, runs.stop, "amax")
+    height, width = grid.block_size
+    first, last = ((x * width).repeat_interleave(height)[: grid.q_len] for x in (first, last))
+    return first, last.clamp(max=grid.kv_len)
+
+
+def tile_seams(grid: BlockGrid, planes: Sequence[int]) -> Tensor:
+    """int64 [n] Where documents begin, by neighbours that are strangers, and by tiles."""
+    found = unlinked_neighbours(grid, planes)
+    return found[
+        _bridges(grid, planes)[torch.div(found, grid.block_size[0], rounding_mode="floor")]
+    ]
+
+
+def _bridges(grid: BlockGrid, planes: Sequence[int]) -> Tensor:
+    """Per block: whether all that is before it and all that is after meet in it at most."""
+    rows, cols = grid.shape
+    meets = torch.ones(max(rows, cols), dtype=torch.bool)
+    for runs in (grid.runs[plane] for plane in planes):
+        first = torch.full((rows + 1,), cols)
+        first.scatter_reduce_(0, runs.row, runs.start, "amin")
+        last = torch.full((rows + 1,), -1)
+        last.scatter_reduce_(0, runs.row, runs.stop - 1, "amax")
+        earliest_after = first.flip(0).cummin(0).values.flip(0)  # over rows >= i
+        latest_before = last.cummax(0).values  # over rows <= i
+        here = torch.arange(rows)
+        before = torch.cat([torch.full((1,), -1), latest_before[: rows - 1]])
+        meets[:rows] &= (earliest_after[1:] >= here) & (before <= here)
+    return meets

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
 from flexcp.grid.row_ranges import row_areas, row_ranges
-from flexcp.grid.rows import areas_by_plane, token_areas, unlinked_neighbours
+from flexcp.grid.rows import areas_by_plane, hull_of_tiles, tile_seams, token_areas
 from flexcp.layout.balance.objective import Objective
 from flexcp.layout.layout import Layout
 
@@ -161,21 +161,18 @@ class Work:
 
         Exact where row ranges are known, else to whole tiles.
         """
+        known = [(row_ranges(grid).planes, grid, planes) for grid, planes in self.planes]
+        columns = [c for of, _, planes in known if of for plane in planes for c in of[plane]]
+        if len(known) == len(columns) == 1 and columns[0].has_own_keys:
+            return columns[0].start, columns[0].stop
         first, last = torch.arange(self.seq_len), torch.arange(1, self.seq_len + 1)
-        for grid, planes in self.planes:
-            ranges = row_ranges(grid).planes
-            if ranges is None:
-                low, high = (
-                    x.repeat_interleave(self.block)[: self.seq_len] * self.block
-                    for x in _hull_of_tiles(grid, planes)
-                )
-                torch.minimum(first, low, out=first)
-                torch.maximum(last, high.clamp(max=self.seq_len), out=last)
-                continue
-            for column in (column for plane in planes for column in ranges[plane]):
-                begin, end, firsts = column.start.numpy(), column.stop.numpy(), first.numpy()
-                torch.maximum(last, column.stop, out=last)
-                np.minimum(firsts, begin, out=firsts, where=begin < end)
+        for column in columns:
+            begin, end, firsts = column.start.numpy(), column.stop.numpy(), first.numpy()
+            torch.maximum(last, column.stop, out=last)
+            np.minimum(firsts, begin, out=firsts, where=begin < end)
+        for low, high in (hull_of_tiles(grid, at) for of, grid, at in known if of is None):
+            torch.minimum(first, low, out=first)
+            torch.maximum(last, high, out=last)
         return first, last
 
     @cached_property
@@ -183,12 +180,9 @@ class Work:
         """int64 [n] Positions where documents begin: tokens before and after are strangers."""
         if all(row_ranges(grid).planes is not None for grid in self.grids):
             return _uncrossed(*self.hull)
-        found: Tensor | None = None
-        for grid, planes in self.planes:
-            own = unlinked_neighbours(grid, planes)
-            own = own[_bridges(grid, planes)[torch.div(own, self.block, rounding_mode="floor")]]
-            found = own if found is None else found[torch.isin(found, own)]
-        assert found is not None
+        found, *others = (tile_seams(grid, planes) for grid, planes in self.planes)
+        for other in others:
+            found = found[torch.isin(found, other)]
         return found
 
 
@@ -202,16 +196,6 @@ def _uncrossed(first: Tensor, last: Tensor) -> Tensor:
     # No row before ends beyond its successor's first key, so that one comparison finds few.
     near = np.flatnonzero(before[:-1] <= after[1:]) + 1
     return torch.from_numpy(near[(before[near - 1] <= near) & (after[near] >= near)])
-
-
-def _hull_of_tiles(grid: BlockGrid, planes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """int64 [rows] First column of tiles, and the one after the last, of each row of tiles."""
-    rows, cols = grid.shape
-    first, last = torch.full((rows,), cols), torch.zeros(rows, dtype=torch.int64)
-    for runs in (grid.runs[plane] for plane in planes):
-        first.scatter_reduce_(0, runs.row, runs.start, "amin")
-        last.scatter_reduce_(0, runs.row, runs.stop, "amax")
-    return first, last
 
 
 def area_per_rank(
@@ -242,20 +226,3 @@ def _require_alike(grids: Sequence[BlockGrid]) -> None:
             or "none",
             "build all of them with the same lengths and the same block_size",
         )
-
-
-def _bridges(grid: BlockGrid, planes: Sequence[int]) -> Tensor:
-    """Per block: whether all that is before it and all that is after meet in it at most."""
-    rows, cols = grid.shape
-    meets = torch.ones(max(rows, cols), dtype=torch.bool)
-    for runs in (grid.runs[plane] for plane in planes):
-        first = torch.full((rows + 1,), cols)
-        first.scatter_reduce_(0, runs.row, runs.start, "amin")
-        last = torch.full((rows + 1,), -1)
-        last.scatter_reduce_(0, runs.row, runs.stop - 1, "amax")
-        earliest_after = first.flip(0).cummin(0).values.flip(0)  # over rows >= i
-        latest_before = last.cummax(0).values  # over rows <= i
-        here = torch.arange(rows)
-        before = torch.cat([torch.full((1,), -1), latest_before[: rows - 1]])
-        meets[:rows] &= (earliest_after[1:] >= here) & (before <= here)
-    return meets

@@ -104,9 +104,9 @@ class Deal:
         return max(s.cost for s in self.shares) + objective.moved * objective.pairs_per_row * moved
 
     def price_if_even(self) -> float:
-        """The price, with what ranks have too much: that has to be given, and something taken."""
+        """The price, with what ranks have too much: to even that out takes many times as much."""
         over = sum(max(0.0, s.area - self.objective.even * self.mean) for s in self.shares)
-        return self.price() + 2 * over / len(self.shares)
+        return self.price() + over / self.objective.small / len(self.shares)
 
     def imbalance(self) -> float:
         """Largest over mean work."""
@@ -257,13 +257,15 @@ def _by_document(
 
 def _changed(runs: list[Run], gone: list[Run], come: list[Run]) -> list[Run]:
     """A rank's rows of one document after some went and others came; neighbours are joined."""
-    for a, b in gone:
+    if runs == gone:
+        runs = []
+    for a, b in gone if runs else ():
         parts = (
             part for start, stop in runs for part in ((start, min(stop, a)), (max(start, b), stop))
         )
-        runs = [] if runs == [(a, b)] else [part for part in parts if part[0] < part[1]]
-    if not come:
-        return runs
+        runs = [part for part in parts if part[0] < part[1]]
+    if not come or (not runs and len(come) == 1):
+        return come or runs
     found: list[Run] = []
     for a, b in sorted([*runs, *come]):
         if found and found[-1][1] == a:

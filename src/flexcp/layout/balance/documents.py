@@ -6,7 +6,7 @@ import ctypes
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import cast
@@ -37,6 +37,8 @@ class Documents:
     work: Work
     edges: list[int]
     """Where each document begins, and the end of the sequence."""
+    halves: dict[Run, tuple[list[Run], list[Run]]] = field(default_factory=dict)
+    """Heavy and light rows, by their own mean, of documents that were shared; and how coarse."""
 
     @classmethod
     def of(cls, work: Work) -> Documents:
@@ -195,9 +197,11 @@ def shares(
     documents: Documents, document: int, tokens: Sequence[int], coarse: int
 ) -> list[list[Piece]]:
     """A document cut into parts of given sizes, each with its share of the work."""
-    mean = documents.areas[document] / documents.sizes[document]
-    runs = documents.heavy_and_light(document, coarse, mean)
-    return mixed(documents, *runs, tokens)
+    key = document, coarse
+    if key not in documents.halves:
+        mean = documents.areas[document] / documents.sizes[document]
+        documents.halves[key] = documents.heavy_and_light(document, coarse, mean)
+    return mixed(documents, *documents.halves[key], tokens)
 
 
 def mixed(

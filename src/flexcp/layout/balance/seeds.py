@@ -142,9 +142,12 @@ class _Packing:
         None if they are more than `most`; all ranks if those are not enough.
         """
         work, room, density = self._work, self._room, self._density(d)
+        rows = self._documents.sizes[d]
+        if most < room.size and most * (self._limit - work.min()) < density * rows * (1 - 1e-9):
+            return []
         order = np.lexsort((-room, work))
         order = order[room[order] > 0]
-        first, rows = order[:most], self._documents.sizes[d]
+        first = order[:most]
         free = np.clip(self._limit - work[first], 0.0, room[first] * density).cumsum()
         met = (free >= density * rows * (1 - 1e-9)) & (room[first].cumsum() >= rows)
         found: list[int] = order.tolist()

@@ -148,7 +148,10 @@ class _Turn:
         # Most pairs are out by their work alone.
         work = own.table[0][:, None] - area
         highest = np.maximum(giver.area - work, of[0, at] + work)
-        pairs = np.flatnonzero(highest <= (self.quarter if self.uneven else self.most))
+        hopeful = highest <= (self.quarter if self.uneven else self.most)
+        if not self.uneven:  # the rank itself has to become faster
+            hopeful &= (work > objective.worth * self.mean) | (own.table[2][:, None] + coming < 0)
+        pairs = np.flatnonzero(hopeful)
         if self.uneven and not pairs.size:
             pairs = np.flatnonzero(highest < giver.area)
         i, j = np.divmod(pairs, area.size)
@@ -267,7 +270,15 @@ class _Turn:
             0 if many > 0 else giver.area - area,  # it gives more yet
             0 if few > 0 else taker.area + area,
         )
-        if self.uneven and self._gain(highest, highest, 0) <= least_gain:
+        cost, rows = float(highest), -giver.needs - taker.needs
+        if few <= 0 and many <= 0 and len(given) <= 1 and len(back) <= 1:
+            own, low = self._least(giver, given, back), self._least(taker, back, given)
+            rows = own + low - giver.needs - taker.needs
+            cost = max(
+                price(giver.area - area, own, giver.count - 1),
+                price(taker.area + area, low, taker.count - 1),
+            )
+        if self._gain(highest, cost, rows) <= least_gain:
             return None
         if few > 0:
             end = deal.light_end(taker, few, back, given) if many <= 0 else None
@@ -281,14 +292,26 @@ class _Turn:
             back, given = _kept(back, given, end)
         area = deal.pairs(given) - deal.pairs(back)
         highest = max(giver.area - area, taker.area + area)
-        own, low = deal.after(giver, taker, given, back)
+        after, after_low = deal.after(giver, taker, given, back)
         cost = max(
-            price(giver.area - area, max(own[:2]), own[2]),
-            price(taker.area + area, max(low[:2]), low[2]),
+            price(giver.area - area, max(after[:2]), after[2]),
+            price(taker.area + area, max(after_low[:2]), after_low[2]),
         )
-        rows = own[0] + low[0] - giver.needs - taker.needs
-        gain = self._gain(highest, cost, rows)
+        gain = self._gain(highest, cost, after[0] + after_low[0] - giver.needs - taker.needs)
         return Trade(gain, taker, given, back) if gain > least_gain else None
+
+    def _least(self, share: Share, gone: Pieces, come: Pieces) -> int:
+        """Rows that a rank receives after a trade at least: what comes of others' documents."""
+        first, last = self.deal.documents.hull
+        found = share.needs
+        for document, a, b in come:
+            if document not in share.runs:
+                found += last[b - 1] - first[a] - b + a
+            else:
+                found -= share.needed[document]
+        for document, _, _ in gone:
+            found -= share.needed[document]
+        return found
 
 
 def _kept(given: Pieces, back: Pieces, end: Piece) -> tuple[Pieces, Pieces]:
