@@ -375,3 +375,11 @@ def test_blocks_of_plans_are_square():
             make_plan(masks.causal(), 512, 4, block_size=size)
     pair, number = (make_plan(masks.causal(), 512, 4, block_size=n) for n in ((64, 64), 64))
     assert pair.to_json() == number.to_json()
+
+
+@pytest.mark.parametrize("schedule", ["auto", "ring", "allgather"])
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_a_mask_that_allows_nothing_has_a_plan(schedule, tokens):
+    plan = make_plan(~masks.full(), tokens, 3, schedule=schedule, block_size=1)
+    plan.check()
+    assert plan.stats().area_per_rank == (0, 0, 0)

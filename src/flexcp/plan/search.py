@@ -205,6 +205,8 @@ def _blocks_dealt_to_groups(
         c for c in found if c.group_size == group_size and c.seconds < (1 + 2 * _TUNED.small) * best
     ]
     floor = min((c.if_even for c in same), default=best)
+    if not floor:
+        return None  # nothing to compute
     gain = best / floor - 1  # at most; see `_is_worth`
     if gain <= _TUNED.enough - 1:
         return None
