@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -10,15 +11,17 @@ from hypothesis import strategies as st
 
 import flexcp
 from flexcp import FlexCPError, masks, testing
+from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.reference import dense_attention, dense_mask
 from flexcp.layout import Layout
+from flexcp.plan import Machine
 from flexcp.plan.make import _require_length
 from flexcp.plan.problem import LAYOUTS
 from flexcp.testing.strategies import catalog_masks, mask_trees
 
 LENGTHS = [13, 100, 203, 257, 512]
 MESHES = [(2, 2), (3, 2), (2, 3), (4, 2), (2, 4)]
-SCHEDULES = ["auto", "exchange", "ring", "allgather", "ulysses", "hybrid"]
+SCHEDULES = ["auto", "exchange", "ring", "allgather", "ulysses", "hybrid", "hierarchical"]
 DIM, VALUE_DIM = 6, 5
 NAMES = ("out", "lse", "gradient of q", "gradient of k", "gradient of v")
 
@@ -98,6 +101,9 @@ def test_any_plan_gives_the_outputs_and_gradients_of_the_definition(data):
     layout = data.draw(some_layouts(length, ranks, batch))
     block = data.draw(st.sampled_from([16, 64, 128]))
     score_mod = alibi_of(heads) if data.draw(st.booleans()) else None
+    dropout = Dropout(0.3, 77) if data.draw(st.booleans()) else None
+    per_node = data.draw(st.integers(1, 4))
+    machine = replace(Machine.preset("h100-ib"), ranks_per_node=per_node)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
 
     def random(heads, dim):
@@ -108,7 +114,7 @@ def test_any_plan_gives_the_outputs_and_gradients_of_the_definition(data):
     every = torch.arange(length)
     allowed = dense_mask(mask.mask_mod, every, every, batch=batch, heads=heads)
     whole = [x.clone().requires_grad_() for x in full]
-    expected = dense_attention(*whole, allowed=allowed, score_mod=score_mod)
+    expected = dense_attention(*whole, allowed=allowed, score_mod=score_mod, dropout=dropout)
     grads = torch.autograd.grad(objective(expected.out, expected.lse, weight), whole)
     wanted = [expected.out.detach(), expected.lse.detach(), *grads]
 
@@ -116,9 +122,13 @@ def test_any_plan_gives_the_outputs_and_gradients_of_the_definition(data):
         plan = flexcp.make_plan(
             mask, length, mesh, layout=layout, schedule=schedule, block_size=block,
             num_heads=heads, num_kv_heads=kv_heads, head_dim=DIM, dtype=torch.float64, batch=batch,
+            machine=machine,
         )  # fmt: skip
         local = [plan.shard(x, 2).requires_grad_() for x in full]
-        out, lse = flexcp.attention(*local, plan, score_mod=score_mod, return_lse=True)
+        out, lse = flexcp.attention(
+            *local, plan, score_mod=score_mod, return_lse=True,
+            dropout_p=dropout.p if dropout else 0.0, dropout_seed=77 if dropout else None,
+        )  # fmt: skip
         grads = torch.autograd.grad(objective(out, lse, plan.shard(weight, 2)), local)
         return [plan.unshard(x, 2) for x in (out.detach(), lse.detach(), *grads)]
 
