@@ -167,3 +167,47 @@ def test_they_get_gradients_if_nothing_else_needs_any(schedule):
     for found in testing.simulate(rank, 3):
         for what, got, want in zip(NAMES[5:], found, wanted, strict=True):
             assert_close(got, want, what=what)
+
+
+def half_mods(by_offset, by_head):
+    """Score functions that read few entries for many scores."""
+
+    def offset(q, kv):
+        return (q - kv).clamp(-4, 4) + LENGTH
+
+    return {
+        "sum": lambda s, b, h, q, kv: s + by_offset[h, offset(q, kv)],
+        "wider at once": lambda s, b, h, q, kv: s * torch.sigmoid(by_head[h].to(s.dtype)),
+        "score by score": lambda s, b, h, q, kv: s + by_offset[h][offset(q, kv)].reshape(()),
+        "in steps": lambda s, b, h, q, kv: s * by_head[h] + by_offset[h][offset(q, kv)],
+    }
+
+
+def assert_summed_in_float32(attend, name, dtype):
+    """Gradients of half-precision tables are those of the oracle, rounded once."""
+    tables = leaves(LEARNED[x].to(dtype) for x in ("bias of a distance", "factor of a head"))
+    wide = leaves(x.double() for x in tables)
+    out = dense_attention(*FULL, score_mod=half_mods(*wide)[name]).out
+    wanted = torch.autograd.grad(out, wide, WEIGHT, materialize_grads=True)
+    out = attend(*(x.float() for x in FULL), half_mods(*tables)[name])
+    found = torch.autograd.grad(out, tables, WEIGHT.float(), materialize_grads=True)
+    eps = torch.finfo(dtype).eps
+    # Steps in half precision, such as its `reshape`, round each of the terms, but not their sum.
+    slack = eps if name == "score by score" else 2e-5
+    for got, want in zip(found, wanted, strict=True):
+        assert ((got.double() - want).abs() <= eps * want.abs() + slack * want.abs().max()).all()
+
+
+def whole_attention(*given):
+    return flexcp.flex_attention(*given, enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", half_mods(None, None))
+def test_gradients_of_captured_half_precision_tensors_are_summed_in_float32(name, dtype):
+    assert_summed_in_float32(whole_attention, name, dtype)
+
+
+def test_they_are_in_a_compiled_function_too():
+    compiled = torch.compile(whole_attention, backend="aot_eager", fullgraph=True)
+    assert_summed_in_float32(compiled, "sum", torch.bfloat16)

@@ -24,6 +24,7 @@ from flexcp.kernels.chained_lookups import joined_lookups
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score_chain import ScoreChain, chain_of
 from flexcp.kernels.score_graph import ScoreGraph, ScoreRecorder
+from flexcp.kernels.wide_sums import WideSums
 from flexcp.masks.graph import op_name
 from flexcp.masks.trace import describe
 from flexcp.packing import tensor_bytes
@@ -102,17 +103,25 @@ class ScoreMod:
         """Sums of gradients, in the types of the captured tensors."""
         return [total.to(x.dtype) for total, x in zip(sums, self.captured, strict=True)]
 
+    def differentiable(self, tile: Tensor, *indices: Tensor) -> tuple[Tensor, WideSums]:
+        """What `apply` returns, for `pull_back`, and what stands for captured tensors in it."""
+        wide = WideSums(self.captured)
+        with torch.enable_grad(), wide if wide.copies else contextlib.nullcontext():
+            return self.apply(tile, *indices), wide
+
     def pull_back(
-        self, tile: Tensor, modified: Tensor, gradient: Tensor, sums: list[Tensor]
+        self, tile: Tensor, modified: Tensor, wide: WideSums, gradient: Tensor, sums: list[Tensor]
     ) -> Tensor:
         """The gradient of the tile; those of captured tensors are added to `sums`."""
         if not modified.requires_grad:
             return torch.zeros_like(gradient)
-        grads = torch.autograd.grad(modified, (tile, *self.captured), gradient, allow_unused=True)
-        for total, grad in zip(sums, grads[1:], strict=True):
+        totals = [*sums, *wide.of_copies(self.captured, sums)]
+        leaves = (tile, *self.captured, *wide.copies)
+        own, *grads = torch.autograd.grad(modified, leaves, gradient, allow_unused=True)
+        for total, grad in zip(totals, grads, strict=True):
             if grad is not None:
                 total += grad
-        return torch.zeros_like(gradient) if grads[0] is None else grads[0]
+        return torch.zeros_like(gradient) if own is None else own
 
 
 ScoreLike = ScoreMod | ScoreFunction | bool | None

@@ -55,7 +55,7 @@ def strips_backward(
             weights.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=scale * scoring.change)
             view.forbid()
         else:
-            tile, modified = modified_scores(tensors, view, scoring, work)
+            tile, modified, wide = modified_scores(tensors, view, scoring, work)
         scoring.power_(weights.add_(minus_lse))
         factor = 1.0 if dropout is None else dropout.factor
         grads.baddbmm_(grad_out, view.v_NUD.transpose(1, 2), beta=0, alpha=factor)
@@ -68,7 +68,8 @@ def strips_backward(
             drop_(droppable(weights), numbers, threshold)
         _add_product(sum_v, weights.transpose(1, 2), grad_out, factor, work)
         if scoring.mod is not None:
-            found = scoring.mod.pull_back(tile, modified, grads.view(tile.shape), sums.captured)
+            given_back = grads.view(tile.shape)
+            found = scoring.mod.pull_back(tile, modified, wide, given_back, sums.captured)
             grads = found.reshape(grads.shape)
         _add_product(sum_k, grads.transpose(1, 2), q, scale, work)
         if r == 1 and in_place:

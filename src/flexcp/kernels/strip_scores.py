@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexcp.kernels.program import Piece
+from flexcp.kernels.wide_sums import WideSums
 
 if TYPE_CHECKING:
     from flexcp.kernels.strips import Scoring, StripTensors, StripViews, Workspace
@@ -45,11 +46,11 @@ def changed_scores(
 
 def modified_scores(
     tensors: StripTensors, view: StripViews, scoring: Scoring, work: Workspace
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, WideSums]:
     """The scores [N, R, T, U] of a strip as they were given to its score function, and its result.
 
-    Both can be differentiated. What the function made of them, to another base, and without what
-    is forbidden, is left in the strip's scores.
+    Both can be differentiated, by what stands for captured tensors too. What the function made of
+    them, to another base, and without what is forbidden, is left in the strip's scores.
     """
     mod, piece, scores = scoring.mod, view.piece, view.scores
     assert mod is not None
@@ -57,12 +58,11 @@ def modified_scores(
     given.baddbmm_(view.q_NTD, view.k_NUD.transpose(1, 2), beta=0, alpha=scoring.scale)
     # They may be needed to differentiate the score function at them.
     tile = given.view(scores.shape[0], -1, piece.rows, piece.keys).requires_grad_()
-    with torch.enable_grad():
-        modified = mod.apply(tile, *_indices(tensors, piece, scoring))
+    modified, wide = mod.differentiable(tile, *_indices(tensors, piece, scoring))
     found = scores.view(tile.shape)
     torch.mul(modified.detach(), scoring.change, out=found)
     _fill_forbidden(found, piece)
-    return tile, modified
+    return tile, modified, wide
 
 
 def _indices(

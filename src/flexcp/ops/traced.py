@@ -31,7 +31,13 @@ from flexcp.ops.positions import in_translation, looking_up, positions_of
 from flexcp.ops.sharded import shifted
 from flexcp.ops.traced_plans import attend_over_any_plan
 from flexcp.ops.traced_rows import attend_by_rows, by_handle
-from flexcp.ops.traced_scores import attend_to_scores, is_recomputed, modified, run_block
+from flexcp.ops.traced_scores import (
+    ScoreSemantics,
+    attend_to_scores,
+    is_recomputed,
+    modified,
+    run_block,
+)
 from flexcp.plan import Plan
 from flexcp.torch_names import compiles_for_many, constant_in_graphs
 
@@ -339,6 +345,7 @@ def _run_head_group(
     pairs = sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks)
     scores = len(b) * len(h) * pairs
     again = is_recomputed(needs_gradients(query, key, value, sinks), scores)
+    semantics = ScoreSemantics()
     parts: list[list[Tensor]] = []
     done = 0
     for block in blocks:
@@ -346,7 +353,7 @@ def _run_head_group(
             parts.append(_fully_masked(q[:, :, done : block.q0], v, sink))
         keys = slice(block.k0, block.k1)
         part = run_block(
-            again, lambda *x, block=block: rows(block, *x),
+            again, semantics, lambda *x, block=block: rows(block, *x),
             q[:, :, block.q0 : block.q1], k[:, :, keys], v[:, :, keys],
         )  # fmt: skip
         parts.append(part)

@@ -22,6 +22,7 @@ from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.dropout import traced_kept
 from flexcp.ops.mask_cache import compiled_shapes_for
 from flexcp.ops.traced_scores import (
+    ScoreSemantics,
     attend_to_scores,
     is_recomputed,
     modified,
@@ -95,9 +96,10 @@ def attend_by_rows(
             )
         return attend_to_scores(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
 
+    semantics = ScoreSemantics()
     parts = [
         run_block(
-            again, lambda *x, i=i: block_of_rows(i, *x),
+            again, semantics, lambda *x, i=i: block_of_rows(i, *x),
             scaled.index_select(2, q_at[i]), keys, values,
         )
         for i in range(blocks)

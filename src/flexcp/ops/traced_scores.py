@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from flexcp.kernels.score import ScoreFunction
+from flexcp.kernels.wide_sums import WideEntries, is_half
 
 MOST_KEPT_SCORES = 1 << 24
 """Of one call: up to so many (64 MB in float32) stay in memory until the backward pass."""
@@ -33,9 +34,15 @@ class ScoreSemantics(TorchFunctionMode):
 
     A lookup by tensors is a gather: torch reads the number in a tensor without dimensions and looks
     up by that, which a graph can't. And a captured int, which may be another one in the next call,
-    is a tensor, since `torch.func.vmap` can't compute with symbols. Dynamo has no modes inside of
-    checkpoints, so this does not hold for scores that are computed again.
+    is a tensor, since `torch.func.vmap` can't compute with symbols. Gradients of captured
+    half-precision tensors are summed in float32. Dynamo has no modes inside of checkpoints, so this
+    does not hold for scores that are computed again.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._entries = WideEntries()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -44,14 +51,30 @@ class ScoreSemantics(TorchFunctionMode):
             table, index = args
             indices = list(index) if isinstance(index, tuple) else [index]
             if all(isinstance(i, Tensor) for i in indices):
-                return torch.ops.aten.index.Tensor(table, indices)
+                copy = self._copy_of(table)
+                if copy is None:
+                    return torch.ops.aten.index.Tensor(table, indices)
+                found = torch.ops.aten.index.Tensor(copy, indices)
+                return self._entries.narrow(found, table.dtype)
         elif len(args) == 2 and not kwargs and func.__name__ in _OF_NUMBERS:
-            return func(*(_as_tensor(x) for x in args))
+            return self._entries.call(func, tuple(_as_tensor(x) for x in args), {})
         name: str = func.__name__
         if isinstance(func, FunctionType) and getattr(Tensor, name, None) is func:
             # torch.compile knows such a method of a tensor, but not the function that it is.
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return self._entries.call(func, args, kwargs or {})
+
+    def _copy_of(self, table: Tensor) -> Tensor | None:
+        """In float32, of a half-precision tensor that gets a gradient; one for all blocks."""
+        if not is_half(table) or not table.requires_grad:
+            return None
+        copy: Tensor | None = self._entries.of(table)
+        for known, of_known in self._copies:
+            copy = of_known if known is table else copy
+        if copy is None:
+            copy = table.float()
+            self._copies.append((table, copy))
+        return copy
 
 
 def _as_tensor(operand: Any) -> Any:
@@ -65,11 +88,14 @@ def is_recomputed(needs_gradients: bool, scores: int) -> bool:
 
 
 def run_block(
-    recomputed: bool, block: Callable[..., list[Tensor]], *tensors: Tensor
+    recomputed: bool,
+    semantics: ScoreSemantics,
+    block: Callable[..., list[Tensor]],
+    *tensors: Tensor,
 ) -> list[Tensor]:
-    """What a block of rows gives."""
+    """What a block of rows gives; all blocks of a call have the same semantics."""
     if not recomputed:
-        with ScoreSemantics():
+        with semantics:
             return block(*tensors)
     found: list[Tensor] = checkpoint(block, *tensors, use_reentrant=False, preserve_rng_state=False)
     return found
