@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from unittest.mock import create_autospec
 
 import pytest
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
 
+from flexcp import FlexCPError
 from flexcp.comm.simulated import RankError
 from flexcp.integrations.accelerate import share_batches
 from flexcp.testing import spawn
@@ -43,3 +45,11 @@ def test_batches_that_one_process_deals_out_are_refused():
     config = DataLoaderConfiguration(dispatch_batches=True)
     with pytest.raises(RankError, match="expected dispatch_batches=False"):
         spawn(lambda mesh: prepared(mesh, Stream(), dataloader_config=config), 4)
+
+
+@pytest.mark.parametrize("name", ["cp_size", "tp_size"])
+def test_an_accelerator_that_shares_out_sequences_itself_is_refused(name):
+    accelerator = create_autospec(Accelerator, instance=True)
+    accelerator.parallelism_config = ParallelismConfig(**{name: 2})
+    with pytest.raises(FlexCPError, match=rf"got {name}=2; leave {name} out, and pass the ranks"):
+        share_batches(accelerator, 2)
