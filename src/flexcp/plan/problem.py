@@ -68,6 +68,13 @@ class Problem:
         return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
 
     @property
+    def pairs_per_round(self) -> float:
+        """Pairs, over all heads, that a rank computes while a first row arrives, in both passes."""
+        machine = self.machine
+        seconds = 2 * (machine.latency + machine.message + machine.launch)
+        return seconds * machine.flops / self.shape.flops_per_pair / (1 + machine.backward)
+
+    @property
     def pairs_per_token(self) -> int:
         """Pairs that take as long as a token in the rest of the model, in both passes."""
         per_pair = self.shape.flops_per_pair * (1 + self.machine.backward)
@@ -91,6 +98,7 @@ def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
             grids,
             ranks,
             pairs_per_row=problem.pairs_per_row,
+            pairs_per_round=problem.pairs_per_round,
             pairs_per_token=problem.pairs_per_token,
             token_slack=problem.token_slack,
             ranks_per_node=problem.machine.ranks_per_node,

@@ -103,6 +103,12 @@ class Deal:
         objective = self.objective
         return max(s.cost for s in self.shares) + objective.moved * objective.pairs_per_row * moved
 
+    def least_price(self) -> float:
+        """The price, if what ranks have too much were gone and nothing moved for it."""
+        even = self.objective.even * self.mean
+        level = max(s.cost - max(0.0, s.area - even) for s in self.shares)
+        return self.price() - max(s.cost for s in self.shares) + level
+
     def price_if_even(self) -> float:
         """The price, with what ranks have too much: to even that out takes many times as much."""
         over = sum(max(0.0, s.area - self.objective.even * self.mean) for s in self.shares)

@@ -20,6 +20,9 @@ class Objective:
     pairs_per_row: float = 512.0
     """Pairs that a rank computes in the time in which it receives one row of K and V; follows from
     the machine and the shape of attention, and is not tuned."""
+    pairs_per_round: float = 0.0
+    """Pairs that a rank computes while the first row of others arrives, however few they are;
+    follows from the machine and the shape too."""
     beside: float = 0.0
     """Pairs that a rank's tokens are worth in the rest of the model, which hide no transfers."""
     exposed: float = 0.4
@@ -62,4 +65,4 @@ class Objective:
         wire = rows * self.pairs_per_row
         fragments = self.cut * self.pairs_per_row * pieces
         waits = larger(wire - area + self.beside, 0.0)
-        return area + self.exposed * wire + waits + fragments
+        return area + self.exposed * wire + waits + fragments + (rows > 0) * self.pairs_per_round

@@ -27,6 +27,7 @@ def balanced(
     ranks: int,
     *,
     pairs_per_row: float = Objective.pairs_per_row,
+    pairs_per_round: float = 0.0,
     pairs_per_token: int = 0,
     token_slack: float | None = None,
     ranks_per_node: int | None = None,
@@ -42,6 +43,7 @@ def balanced(
         ranks: How many ranks share the sequence.
         pairs_per_row: How many pairs a rank computes, over all heads, in the time in which it
             receives one row of K and V.
+        pairs_per_round: How many it computes in the time in which the first of them arrives.
         pairs_per_token: What the rest of the model does for one token, in pairs.
         token_slack: Share of the mean by which token counts may differ from it, where the elements
             of a batch share one layout.
@@ -54,7 +56,7 @@ def balanced(
     Layout(balanced: 8192 tokens on 4 ranks, 2048 each, 7 runs)
     """
     ranks = require_ranks(ranks)
-    objective = Objective(pairs_per_row=pairs_per_row)
+    objective = Objective(pairs_per_row=pairs_per_row, pairs_per_round=pairs_per_round)
     elements = elements_that_differ(grids)
     if elements > 1:
         works = [Work.of(grids, b, pairs_per_token=pairs_per_token) for b in range(elements)]
@@ -128,15 +130,15 @@ def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
     best: Deal | None = None
     prices = (d.price() for d in deals if d.imbalance() <= objective.enough)
     most = objective.enough * min(prices, default=math.inf)
-    for deal in sorted(deals, key=Deal.price):
-        if best and best.imbalance() <= objective.enough and deal.price() > best.price():
-            continue  # it is dearer than what was found, before it is even
+    for deal in sorted(deals, key=Deal.least_price):
         # One document is cut as evenly as its rows allow; single ones are traded if that is felt.
         uneven = (deal.imbalance() - objective.even) * deal.mean
         if len(deal.documents) > 1 or uneven > objective.worth * deal.price():
             improve(deal, most)
         both = [best, deal] if best else [deal]
         best = min(both, key=lambda d: (d.imbalance() > objective.enough, d.price()))
+        if best.imbalance() <= objective.enough:
+            most = min(most, objective.enough * best.price())
         if best.price() <= objective.good * best.mean:
             break
     assert best is not None

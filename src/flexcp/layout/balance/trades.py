@@ -40,7 +40,7 @@ def improve(deal: Deal, most: float = math.inf) -> None:
     for _ in range(tries * len(deal.shares)):
         whole = len(deal.documents) > 1 and not deal.objective.beside
         fine -= whole and deal.imbalance() <= deal.objective.enough
-        if deal.price() > most or len(deal.shares) == 1 or fine < 0:
+        if deal.least_price() > most or len(deal.shares) == 1 or fine < 0:
             return
         for turn in _turns(deal, stuck):
             trade = turn.best()
@@ -204,10 +204,8 @@ class _Turn:
         before, giver, bounds = self.deal.documents.before, self.giver, self.deal.bounds
         ends = [(before[p[2]] - before[p[2] - 1], p) for _, p in giver.by_area]
         for taker in others:
-            wish = max(
-                min(giver.area - self.mean, (giver.area - taker.area) / 2),
-                (giver.area - taker.area) / 4,
-            )
+            apart = giver.area - taker.area
+            wish = max(min(giver.area - self.mean, apart / 2), apart / 4)
             if not self.uneven:
                 wish = max(wish, self.most - taker.area)
             if wish <= 0 or not taker.by_area:
@@ -258,11 +256,8 @@ class _Turn:
     def _judged(self, taker: Share, given: Pieces, back: Pieces, least_gain: float) -> Trade | None:
         """The trade, with what keeps token counts within bounds, if it gains over `least_gain`."""
         deal, giver, price = self.deal, self.giver, self.objective.of_rank
-        before, area, moved = deal.documents.before, 0, 0
-        for _, a, b in given:
-            area, moved = area + before[b] - before[a], moved + b - a
-        for _, a, b in back:
-            area, moved = area - before[b] + before[a], moved - b + a
+        area = deal.pairs(given) - deal.pairs(back)
+        moved = sum(b - a for _, a, b in given) - sum(b - a for _, a, b in back)
         (least, most), (least_low, most_low) = deal.bounds[giver.rank], deal.bounds[taker.rank]
         few = max(least - giver.tokens + moved, taker.tokens + moved - most_low)
         many = max(giver.tokens - moved - most, least_low - taker.tokens - moved)
@@ -303,14 +298,10 @@ class _Turn:
     def _least(self, share: Share, gone: Pieces, come: Pieces) -> int:
         """Rows that a rank receives after a trade at least: what comes of others' documents."""
         first, last = self.deal.documents.hull
-        found = share.needs
+        found = share.needs - sum(share.needed[document] for document, _, _ in gone)
         for document, a, b in come:
-            if document not in share.runs:
-                found += last[b - 1] - first[a] - b + a
-            else:
-                found -= share.needed[document]
-        for document, _, _ in gone:
-            found -= share.needed[document]
+            known = share.needed.get(document)
+            found += last[b - 1] - first[a] - b + a if known is None else -known
         return found
 
 
