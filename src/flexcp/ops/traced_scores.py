@@ -66,12 +66,10 @@ class ScoreSemantics(TorchFunctionMode):
 
     def _copy_of(self, table: Tensor) -> Tensor | None:
         """In float32, of a half-precision tensor that gets a gradient; one for all blocks."""
-        if not is_half(table) or not table.requires_grad:
-            return None
         copy: Tensor | None = self._entries.of(table)
         for known, of_known in self._copies:
             copy = of_known if known is table else copy
-        if copy is None:
+        if copy is None and is_half(table) and table.requires_grad:
             copy = table.float()
             self._copies.append((table, copy))
         return copy
