@@ -383,3 +383,11 @@ def test_a_mask_that_allows_nothing_has_a_plan(schedule, tokens):
     plan = make_plan(~masks.full(), tokens, 3, schedule=schedule, block_size=1)
     plan.check()
     assert plan.stats().area_per_rank == (0, 0, 0)
+
+
+def test_several_masks_are_planned_where_relays_are_too_long_a_table_to_be_tried(monkeypatch):
+    monkeypatch.setattr("flexcp.plan.pricing.MOST_LINES", 64)
+    found = {"full": masks.causal(), "near": masks.causal() & masks.sliding_window(512)}
+    plan = make_plan(found, 4096, 16, num_heads=4)
+    plan.check()
+    assert not any("hierarchical" in name for name, _ in plan.considered)

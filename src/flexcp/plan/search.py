@@ -276,7 +276,7 @@ def _options(
             if name not in row or cost.seconds < row[name][0].seconds:
                 row[name] = (cost, option)
     complete = [row for row in table.values() if len(row) == len(problem.grids)]
-    if not one:
+    if not one and all(any(name in row for row in table.values()) for name in problem.grids):
         complete.append(
             {
                 name: min((row[name] for row in table.values() if name in row), key=_seconds)

@@ -72,6 +72,34 @@ def test_documents_that_fit_a_rank_hardly_move(kind):
     assert int(rows.sum()) <= 0.15 * LENGTH
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_documents_are_not_mixed_where_they_are_cheaper_once_their_work_is_even(seed):
+    """Whole documents begin uneven, and dear by that; the two-ended mix is even from the start."""
+    draw, lengths, left = random.Random(seed), [], LENGTH
+    while left:
+        length = draw.gauss(50, 12) if draw.random() < 0.8 else draw.gauss(625, 156)
+        lengths.append(min(left, max(1, round(length))))
+        left -= lengths[-1]
+    grid = grid_of(lengths, causal=True)
+    layout = balanced([grid], 64, pairs_per_row=35.0)
+    assert imbalance(grid, layout) <= 1.02
+    assert int(rows_needed([grid], layout).counts(64).sum()) <= 0.65 * LENGTH
+
+
+def test_nothing_moves_where_a_first_row_costs_more_than_even_work_gains():
+    lengths = [540, 436, 370, 1123, 1135, 594, 791, 1117, 906, 490, 766, 483, 592, 1072, 949, 981]
+    grid = grid_of(lengths, causal=False)
+    moved = [
+        int(rows_needed([grid], layout).counts(4).sum())
+        for layout in (
+            balanced([grid], 4, pairs_per_row=1.0),
+            balanced([grid], 4, pairs_per_row=1.0, pairs_per_round=1e6),
+        )
+    ]
+    assert moved[0] > 0
+    assert moved[1] == 0
+
+
 @pytest.mark.parametrize(
     ("lengths", "ranks"),
     [([4096] * 16, 16), ([1000] * 128, 16), ([64] * 512, 8), ([1] * 4096, 4)],
