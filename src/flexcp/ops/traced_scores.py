@@ -139,7 +139,8 @@ def attend_to_scores(
     # Zeros in place of a row of -inf keep autograd away from inf - inf.
     safe = logits.masked_fill(hidden, 0.0)
     lse = torch.logsumexp(safe, dim=-1, keepdim=True)
-    weights = (safe - lse).exp().masked_fill(hidden, 0.0)[..., : scores.shape[-1]]
+    # Closer than exp(safe - lse), which has the rounding of lse in all weights of a row.
+    weights = torch.softmax(safe, dim=-1).masked_fill(hidden, 0.0)[..., : scores.shape[-1]]
     if kept is not None:
         weights = torch.where(kept, weights * factor, 0.0)
     return [weights @ v, lse.masked_fill(hidden, -torch.inf).squeeze(-1), highest]
