@@ -211,3 +211,31 @@ def test_gradients_of_captured_half_precision_tensors_are_summed_in_float32(name
 def test_they_are_in_a_compiled_function_too():
     compiled = torch.compile(whole_attention, backend="aot_eager", fullgraph=True)
     assert_summed_in_float32(compiled, "in steps", torch.bfloat16)
+
+
+def doubled(x):
+    x *= 2
+    return x
+
+
+def doubled_through_a_view(x):
+    x.view(x.shape).mul_(2)
+    return x
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("double", [doubled, doubled_through_a_view])
+def test_entries_that_a_score_function_changes_in_place_count_as_changed(double, compiled):
+    table = LEARNED["bias of a key"].bfloat16().requires_grad_()
+    full = leaves(x.float() for x in FULL)
+
+    def results(attend, twice):
+        out = attend(*full, lambda s, b, h, q, kv: s + twice(table[b, kv]))
+        return [out.detach(), *torch.autograd.grad(out, (*full, table), WEIGHT.float())]
+
+    attend = whole_attention
+    if compiled:
+        attend = torch.compile(whole_attention, backend="aot_eager", fullgraph=True)
+    expected = results(whole_attention, lambda x: x * 2)
+    for got, want in zip(results(attend, double), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)

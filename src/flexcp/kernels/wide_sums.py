@@ -25,6 +25,11 @@ _PROMOTING = frozenset(
     }
 )  # fmt: skip
 """Functions of two operands, which are computed in the wider type of both."""
+_CHANGING = frozenset(name for name in dir(Tensor) if name[-1] == "_" != name[-2]) | {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
+}  # fmt: skip
+"""Functions that change a tensor in place; a set, since Dynamo can't look into their names."""
 
 
 class WideEntries:
@@ -38,6 +43,11 @@ class WideEntries:
         given = entries.to(dtype)
         self._read.append((given, entries))
         return given
+
+    def forget_if_changed(self, func: Any, kwargs: dict[str, Any]) -> None:
+        """Before a function of torch: one that changes a tensor, or a view of it, parts them."""
+        if getattr(func, "__name__", "") in _CHANGING or kwargs.get("out") is not None:
+            self._read.clear()
 
     def of(self, given: Any) -> Any:
         """The entries that were narrowed to `given`; None if there are none."""
@@ -88,6 +98,7 @@ class WideSums(TorchFunctionMode):
         self._entries = WideEntries()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._entries.forget_if_changed(func, kwargs or {})
         if func is Tensor.__getitem__:
             table, index = args
             copy = self._entries.of(table)

@@ -47,6 +47,7 @@ class ScoreSemantics(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._entries.forget_if_changed(func, kwargs or {})
         if func in _LOOKUPS:
             table, index = args
             indices = list(index) if isinstance(index, tuple) else [index]
