@@ -161,13 +161,10 @@ def unlinked_neighbours(grid: BlockGrid, planes: Sequence[int] | None = None) ->
 
 def hull_of_tiles(grid: BlockGrid, planes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """int64 [q_len] First key of the tiles that each row looks into, and the key after the last."""
-    rows, cols = grid.shape
-    first, last = torch.full((rows,), cols), torch.zeros(rows, dtype=torch.int64)
-    for runs in (grid.runs[plane] for plane in planes):
-        first.scatter_reduce_(0, runs.row, runs.start, "amin")
-        last.scatter_reduce_(0, runs.row, runs.stop, "amax")
     height, width = grid.block_size
-    first, last = ((x * width).repeat_interleave(height)[: grid.q_len] for x in (first, last))
+    first, last = (
+        (x * width).repeat_interleave(height)[: grid.q_len] for x in _tile_hull(grid, planes)
+    )
     return first, last.clamp(max=grid.kv_len)
 
 
@@ -179,18 +176,25 @@ def tile_seams(grid: BlockGrid, planes: Sequence[int]) -> Tensor:
     ]
 
 
+def _tile_hull(grid: BlockGrid, planes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """int64 [rows] First column of tiles, and the one after the last, of each row of tiles."""
+    rows, cols = grid.shape
+    first, last = torch.full((rows,), cols), torch.zeros(rows, dtype=torch.int64)
+    for runs in (grid.runs[plane] for plane in planes):
+        first.scatter_reduce_(0, runs.row, runs.start, "amin")
+        last.scatter_reduce_(0, runs.row, runs.stop, "amax")
+    return first, last
+
+
 def _bridges(grid: BlockGrid, planes: Sequence[int]) -> Tensor:
     """Per block: whether all that is before it and all that is after meet in it at most."""
     rows, cols = grid.shape
+    first, last = _tile_hull(grid, planes)
+    after = torch.cat([first[1:], torch.full((1,), cols)])
+    earliest_after = after.flip(0).cummin(0).values.flip(0)
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), last[:-1]])
+    latest_before = before.cummax(0).values - 1
+    here = torch.arange(rows)
     meets = torch.ones(max(rows, cols), dtype=torch.bool)
-    for runs in (grid.runs[plane] for plane in planes):
-        first = torch.full((rows + 1,), cols)
-        first.scatter_reduce_(0, runs.row, runs.start, "amin")
-        last = torch.full((rows + 1,), -1)
-        last.scatter_reduce_(0, runs.row, runs.stop - 1, "amax")
-        earliest_after = first.flip(0).cummin(0).values.flip(0)  # over rows >= i
-        latest_before = last.cummax(0).values  # over rows <= i
-        here = torch.arange(rows)
-        before = torch.cat([torch.full((1,), -1), latest_before[: rows - 1]])
-        meets[:rows] &= (earliest_after[1:] >= here) & (before <= here)
+    meets[:rows] = (earliest_after >= here) & (latest_before <= here)
     return meets
