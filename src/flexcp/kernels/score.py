@@ -103,11 +103,10 @@ class ScoreMod:
         """Sums of gradients, in the types of the captured tensors."""
         return [total.to(x.dtype) for total, x in zip(sums, self.captured, strict=True)]
 
-    def differentiable(self, tile: Tensor, *indices: Tensor) -> tuple[Tensor, WideSums]:
-        """What `apply` returns, for `pull_back`, and what stands for captured tensors in it."""
-        wide = WideSums(self.captured)
+    def differentiable(self, tile: Tensor, wide: WideSums, *indices: Tensor) -> Tensor:
+        """What `apply` returns, for `pull_back`; `wide` stands for captured tensors in it."""
         with torch.enable_grad(), wide if wide.copies else contextlib.nullcontext():
-            return self.apply(tile, *indices), wide
+            return self.apply(tile, *indices)
 
     def pull_back(
         self, tile: Tensor, modified: Tensor, wide: WideSums, gradient: Tensor, sums: list[Tensor]

@@ -21,6 +21,7 @@ from flexcp.kernels.strips import (
     rows_of,
     store,
 )
+from flexcp.kernels.wide_sums import WideSums
 
 
 def strips_backward(
@@ -34,6 +35,7 @@ def strips_backward(
     """Adds the strips' share of the gradients to `sums`."""
     r, in_place = tensors.q_NRLD.shape[1], work.in_place
     scale, dropout = scoring.scale, scoring.dropout
+    wide = WideSums(() if scoring.mod is None else scoring.mod.captured)
     strips = []
     for piece in pieces:
         view = StripViews.of(tensors, piece, work, biased=scoring.mod is None)
@@ -55,7 +57,7 @@ def strips_backward(
             weights.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=scale * scoring.change)
             view.forbid()
         else:
-            tile, modified, wide = modified_scores(tensors, view, scoring, work)
+            tile, modified = modified_scores(tensors, view, scoring, work, wide)
         scoring.power_(weights.add_(minus_lse))
         factor = 1.0 if dropout is None else dropout.factor
         grads.baddbmm_(grad_out, view.v_NUD.transpose(1, 2), beta=0, alpha=factor)

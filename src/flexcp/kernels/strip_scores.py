@@ -45,12 +45,12 @@ def changed_scores(
 
 
 def modified_scores(
-    tensors: StripTensors, view: StripViews, scoring: Scoring, work: Workspace
-) -> tuple[Tensor, Tensor, WideSums]:
+    tensors: StripTensors, view: StripViews, scoring: Scoring, work: Workspace, wide: WideSums
+) -> tuple[Tensor, Tensor]:
     """The scores [N, R, T, U] of a strip as they were given to its score function, and its result.
 
-    Both can be differentiated, by what stands for captured tensors too. What the function made of
-    them, to another base, and without what is forbidden, is left in the strip's scores.
+    Both can be differentiated, also by `wide`, which stands for captured tensors. What the function
+    made of them, to another base, and without what is forbidden, is left in the strip's scores.
     """
     mod, piece, scores = scoring.mod, view.piece, view.scores
     assert mod is not None
@@ -58,11 +58,11 @@ def modified_scores(
     given.baddbmm_(view.q_NTD, view.k_NUD.transpose(1, 2), beta=0, alpha=scoring.scale)
     # They may be needed to differentiate the score function at them.
     tile = given.view(scores.shape[0], -1, piece.rows, piece.keys).requires_grad_()
-    modified, wide = mod.differentiable(tile, *_indices(tensors, piece, scoring))
+    modified = mod.differentiable(tile, wide, *_indices(tensors, piece, scoring))
     found = scores.view(tile.shape)
     torch.mul(modified.detach(), scoring.change, out=found)
     _fill_forbidden(found, piece)
-    return tile, modified, wide
+    return tile, modified
 
 
 def _indices(

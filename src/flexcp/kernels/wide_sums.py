@@ -9,7 +9,7 @@ is the copy's entry itself, which has the same value, and its gradient is not ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class WideEntries:
     def __init__(self) -> None:
         self._read: list[tuple[Tensor, Tensor]] = []
 
+    def forget(self) -> None:
+        """All of it: from here on, what a function is given counts for itself."""
+        self._read.clear()
+
     def narrow(self, entries: Tensor, dtype: torch.dtype) -> Tensor:
         """Entries of a copy in the type of the tensor that it is a copy of."""
         given = entries.to(dtype)
@@ -47,7 +51,7 @@ class WideEntries:
     def forget_if_changed(self, func: Any, kwargs: dict[str, Any]) -> None:
         """Before a function of torch: one that changes a tensor, or a view of it, parts them."""
         if getattr(func, "__name__", "") in _CHANGING or kwargs.get("out") is not None:
-            self._read.clear()
+            self.forget()
 
     def of(self, given: Any) -> Any:
         """The entries that were narrowed to `given`; None if there are none."""
@@ -96,6 +100,11 @@ class WideSums(TorchFunctionMode):
         self.copies = [x.detach().float().requires_grad_() for x in self._tables]
         """Of the half-precision tensors among those captured, in order."""
         self._entries = WideEntries()
+
+    def __enter__(self) -> Self:
+        self._entries.forget()  # of the strip before
+        found: Self = super().__enter__()  # type: ignore[no-untyped-call]
+        return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._entries.forget_if_changed(func, kwargs or {})
