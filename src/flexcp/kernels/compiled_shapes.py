@@ -14,7 +14,7 @@ from flexcp.kernels.interface import Shapes
 from flexcp.kernels.mask_kinds import mask_kind
 from flexcp.kernels.program import Program, make_program
 from flexcp.kernels.shapes import shapes_of
-from flexcp.kernels.triton.tiles import By, TileLists, tile_lists
+from flexcp.kernels.tiles import By, TileLists, tile_lists
 from flexcp.kernels.varlen_calls import VarlenCall, varlen_calls
 
 _SLAB_BYTES = 250

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flexcp.errors import FlexCPError
+from flexcp.kernels.tiles import TileLists
 from flexcp.kernels.triton.available import interprets
-from flexcp.kernels.triton.tiles import TileLists
 from flexcp.kernels.triton.tuning import TileConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from flexcp.kernels.interface import (
     full_shapes,
 )
 from flexcp.kernels.shapes import shapes_of
-from flexcp.kernels.triton.tiles import By, TileLists, tile_lists
+from flexcp.kernels.tiles import By, TileLists, tile_lists
 from kernels.cases import MASKS
 
 

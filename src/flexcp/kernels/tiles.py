@@ -1,4 +1,4 @@
-"""Tile lists: a mask as data for the Triton kernels, made from `Shapes` on the host.
+"""Tile lists: a mask as data for kernels that are compiled once, made from `Shapes` on the host.
 
 A kernel's program computes one line of tiles: a query tile against key tiles, or the other way
 around for the gradients of keys. Its lists name the tiles that are full, and those that are partial
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.interface import Plane, Shapes
-from flexcp.kernels.triton.patterns import distinct_patterns, transposed
+from flexcp.kernels.patterns import distinct_patterns, transposed
 
 By = Literal["query", "key"]
 
