@@ -10,6 +10,9 @@ PIP     := $(BIN)/python -m pip install --disable-pip-version-check --constraint
 # Some CPUs advertise bfloat16 matrix units that trap; this keeps oneDNN to what always works.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
 
+# Where running flexcp keeps what it compiles: inside of this folder.
+RUN := XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache $(BIN)/python
+
 .PHONY: demo test test-latest check format bench site figures clean install
 
 install: $(STAMP)
@@ -29,11 +32,11 @@ $(STAMP): $(PACKAGE)
 demo: $(PACKAGE)
 	@echo "In $(VENV)/, by name and version:"
 	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze | paste -sd ' ' - | fold -s -w 100
-	$(BIN)/python examples/demo.py
+	$(RUN) examples/demo.py
 
 # Tests wait for ranks and compilers: three workers keep two cores busy.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(RUN) -m pytest -n 3 --dist worksteal
 
 # The same suite on the newest torch that pip finds, in an environment of its own.
 LATEST := .venv-latest
@@ -60,11 +63,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/block_masks.py --out out/benchmarks
-	$(BIN)/python benchmarks/attention.py --out out/benchmarks
-	$(BIN)/python benchmarks/planning.py --out out/benchmarks
-	$(BIN)/python benchmarks/distributed.py --out out/benchmarks
-	$(BIN)/python benchmarks/models.py --out out/benchmarks
+	$(RUN) benchmarks/block_masks.py --out out/benchmarks
+	$(RUN) benchmarks/attention.py --out out/benchmarks
+	$(RUN) benchmarks/planning.py --out out/benchmarks
+	$(RUN) benchmarks/distributed.py --out out/benchmarks
+	$(RUN) benchmarks/models.py --out out/benchmarks
 
 $(VENV)/.docs: $(STAMP)
 	$(PIP) --quiet --editable '.[docs]'

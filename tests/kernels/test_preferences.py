@@ -34,13 +34,18 @@ def x():
     return torch.randn(1, 4, 40, 16)
 
 
+def by_rules():
+    """The kernel where nothing was measured."""
+    return choose(x(), x()).kernel
+
+
 def test_the_registry_takes_what_was_measured_as_the_fastest(path):
-    assert choose(x(), x(), mask_kind=lambda: "causal").kernel == "flash"
+    assert choose(x(), x(), mask_kind=lambda: "causal").kernel == by_rules()
     write_preferences(path, CPU, [order()])
     assert choose(x(), x(), mask_kind=lambda: "causal").kernel == "scored"
-    assert choose(x(), x(), mask_kind=lambda: "window").kernel == "flash"
-    assert choose(x(), x(), dropout=True, mask_kind=lambda: "causal").kernel == "flash"
-    assert choose(x(), x()).kernel == "flash"
+    assert choose(x(), x(), mask_kind=lambda: "window").kernel == by_rules()
+    assert choose(x(), x(), dropout=True, mask_kind=lambda: "causal").kernel == by_rules()
+    assert by_rules() in ("native", "flash")
     assert choose(x().double(), x().double(), mask_kind=lambda: "causal").kernel == "flash"
 
 
@@ -103,7 +108,7 @@ def test_a_file_that_cant_be_believed_is_put_aside_with_a_sentence(path, damage,
     preferences.forget_preferences()
     with pytest.warns(UserWarning, match="run `flexcp doctor` to measure anew") as warned:
         chosen = choose(x(), x(), mask_kind=lambda: "causal")
-    assert chosen.kernel == "flash"
+    assert chosen.kernel == by_rules()
     assert sentence in str(warned[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once is enough

@@ -39,7 +39,7 @@ class CompiledShapes:
         self._programs: dict[tuple[int, bool, int | None, bool], Program] = {}
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
-        self._tile_lists: dict[tuple[int, int, By, torch.device], TileLists] = {}
+        self._tile_lists: dict[tuple[int, int, By, torch.device, bool], TileLists] = {}
         self._varlen_calls: dict[tuple[int, torch.device], tuple[VarlenCall, ...] | None] = {}
 
     @cached_property
@@ -69,13 +69,15 @@ class CompiledShapes:
             self._programs[key] = made
         return self._programs[key]
 
-    def tile_lists(self, rows: int, cols: int, by: By, device: torch.device) -> TileLists:
+    def tile_lists(
+        self, rows: int, cols: int, by: By, device: torch.device, *, runs: bool = False
+    ) -> TileLists:
         """The pairs as lists of tiles of `rows` queries and `cols` keys, on a device."""
-        key = (rows, cols, by, device)
+        key = (rows, cols, by, device, runs)
         found = self._tile_lists.get(key)
         if found is None:
             with tensors_to_keep():
-                made = tile_lists(self.shapes, rows, cols, by)
+                made = tile_lists(self.shapes, rows, cols, by, runs=runs)
             with outside_of_inference_mode():
                 found = made.to(device)
             if type(found.order) is Tensor:  # nothing that a FakeTensorMode made outlives it

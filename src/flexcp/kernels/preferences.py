@@ -73,12 +73,18 @@ def preferences_path() -> Path | None:
     given = os.environ.get(VARIABLE)
     if given is not None:
         return Path(given) if given.strip() else None
+    folder = cache_folder()
+    return None if folder is None else folder / "doctor.json"
+
+
+def cache_folder() -> Path | None:
+    """Where what was found out about this machine is kept; None for a user without a home."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:
         return None
-    return folder / "flexcp" / "doctor.json"
+    return folder / "flexcp"
 
 
 def preferences_for(device: torch.device) -> Preferences:

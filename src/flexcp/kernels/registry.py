@@ -15,24 +15,28 @@ from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.fused import FUSED_OPS, FusedOp
 from flexcp.kernels.interface import Kernel
 from flexcp.kernels.mask_kinds import KINDS, SCORE_FUNCTION
+from flexcp.kernels.native.kernel import NativeKernel
+from flexcp.kernels.native.library import Library
 from flexcp.kernels.preferences import KernelOrder, preferences_for
-from flexcp.kernels.score import ScoreLike, check_score_mod
-from flexcp.kernels.triton.available import (
-    arch_of,
-    is_tested,
-    refuses,
-    require_device,
-    require_triton,
-    triton_version,
+from flexcp.kernels.refusals import (
+    native_library,
+    require_flex,
+    require_native,
+    require_triton_call,
+    require_varlen,
+    why_not_native,
+    why_not_triton,
 )
-from flexcp.kernels.triton.emit import unknown_step
+from flexcp.kernels.score import ScoreLike, check_score_mod
+from flexcp.kernels.triton.available import arch_of, triton_version
 from flexcp.kernels.triton.kernel import TritonKernel
-from flexcp.kernels.triton.tuning import Tuning, names_every_kernel, tuning_for
+from flexcp.kernels.triton.tuning import Tuning, tuning_for
 from flexcp.kernels.varlen import CUDA_VARLEN, VarlenKernel, VarlenOps
 from flexcp.kernels.varlen_calls import MOST_CALLS
 
 KERNELS = {
     "flash": "large rectangles on PyTorch's fused ops, the rest in strips of matrix products",
+    "native": "in C++ that is compiled for this processor, to which the mask is data",
     "triton": "Triton kernels to which the mask is data, on CUDA and ROCm",
     "varlen": "PyTorch's variable-length FlashAttention op, for masks that a few calls express",
     "scored": "strips of matrix products, with any score_mod",
@@ -61,6 +65,8 @@ class Choice:
     """How the Triton kernels are compiled, if it is those."""
     varlen: VarlenOps | None = None
     """The variable-length op for masks that a few calls of it express."""
+    native: Library | None = None
+    """The compiled C++ kernel, if it is that."""
 
     @property
     def runs(self) -> Kernel:
@@ -68,6 +74,8 @@ class Choice:
         assert self.kernel not in ("flex", "reference"), "these return whole results alone"
         if self.kernel == "varlen" and self.varlen is not None:
             return VarlenKernel(self.varlen, None)
+        if self.native is not None:
+            return NativeKernel(self.native)
         kernel = FlashKernel(self.fused) if self.tuning is None else TritonKernel(self.tuning)
         return kernel if self.varlen is None else VarlenKernel(self.varlen, kernel)
 
@@ -145,7 +153,7 @@ def choose(
         raise FlexCPError(
             "a kernel that returns partial results, which ranks and compiled graphs need",
             f"kernel {kernel!r}",
-            "ask for 'triton', 'varlen', 'flash' or 'scored', or leave the kernel out",
+            "ask for 'native', 'triton', 'varlen', 'flash' or 'scored', or leave the kernel out",
         )
     if dropout and (kernel == "flex" or (kernel == "flash" and q.device.type != "cpu")):
         raise FlexCPError(
@@ -159,13 +167,15 @@ def choose(
     on_gpu = kernel is None and q.device.type == "cuda"
     on_gpu &= dropout or has_score or not is_one_rectangle
     if kernel == "triton":
-        _require_triton(q, v, score_mod, max_scores, wishes)
+        require_triton_call(q, v, score_mod, max_scores, wishes)
         return _triton(q, v, wishes, asked, dropout=dropout, scored=has_score)
+    if kernel == "native":
+        return Choice("native", None, asked, native=require_native(q, v, has_score))
     if kernel == "varlen":
-        _require_varlen(q, v, has_score, max_scores, dropout)
+        require_varlen(CUDA_VARLEN, q, v, has_score, max_scores, dropout)
         return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
     if on_gpu and (has_score or not max_scores):
-        why_not = _why_not_triton(q, v, score_mod if has_score else None, max_scores)
+        why_not = why_not_triton(q, v, score_mod if has_score else None, max_scores)
         if why_not is None:
             what = "a score_mod written out in Triton" if has_score else "a mask as data"
             reason = f"CUDA tensors, and {what}"
@@ -173,7 +183,7 @@ def choose(
             return found if dropout or has_score else _with_varlen(q, v, found)
         asked = (why_not,)
     if kernel == "flex" or (on_gpu and not partial and not dropout):
-        _require_flex(q)
+        require_flex(q)
         return Choice("flex", None, (*asked, "CUDA tensors, and a mask or score_mod to compile in"))
     if kernel == "flash" and has_score:
         raise FlexCPError(
@@ -187,6 +197,12 @@ def choose(
             needs = "drops no weights" if dropout else "returns no partial results"
             asked = (*asked, f"not compiled FlexAttention, which {needs}")
         return Choice("scored", None, (*asked, why))
+    if kernel is None and q.device.type == "cpu":
+        why_not = why_not_native(q, v)
+        found_native = native_library(q, v) if why_not is None else None
+        if isinstance(found_native, Library):
+            return Choice("native", None, (f"{q.dtype} on cpu",), native=found_native)
+        asked = (str(why_not),)
     for given, why in (
         (max_scores, "strips only: fused ops don't return the largest scores"),
         (dropout, "strips only: fused ops don't drop weights by their global positions"),
@@ -303,61 +319,6 @@ def _with_varlen(q: Tensor, v: Tensor, choice: Choice) -> Choice:
     return replace(choice, reasons=(*choice.reasons, why), varlen=CUDA_VARLEN)
 
 
-def _require_varlen(q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, dropout: bool) -> None:
-    why_not = CUDA_VARLEN.refuses(q, v)
-    needs = {"a score_mod": score_mod, "the largest scores": max_scores, "dropout": dropout}
-    for name, given in needs.items():
-        if given:
-            why_not = f"{CUDA_VARLEN.name} does not do {name} here"
-    if why_not is not None:
-        raise FlexCPError(
-            "tensors and a call that the kernel 'varlen' can do", why_not, "leave the kernel out"
-        )
-
-
-def _why_not_triton(q: Tensor, v: Tensor, score_mod: ScoreLike, max_scores: bool) -> str | None:
-    version = triton_version()
-    if version is None:
-        return "not the Triton kernels: Triton is not installed"
-    if not is_tested(version):
-        return f"not the Triton kernels: they were not tested with Triton {version}"
-    refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
-    if refusal is not None:
-        return f"not the Triton kernels, which need {refusal.expected}"
-    if max_scores:
-        return "not the Triton kernels, which don't return the largest scores"
-    unknown = unknown_step(score_mod, q.dtype, q.device)
-    return None if unknown is None else f"not the Triton kernels: the score_mod has {unknown}"
-
-
-def _require_triton(
-    q: Tensor,
-    v: Tensor,
-    score_mod: ScoreLike,
-    max_scores: bool,
-    wishes: str,
-) -> None:
-    require_triton(any_version=names_every_kernel(wishes))
-    if max_scores:
-        raise FlexCPError(
-            "a kernel that takes max_scores",
-            "kernel 'triton'",
-            "ask for 'flash', or leave the kernel out",
-        )
-    unknown = unknown_step(score_mod, q.dtype, q.device)
-    if unknown is not None:
-        raise FlexCPError(
-            "a kernel that takes score_mod",
-            f"kernel 'triton', which can't write it out in Triton: it has {unknown}",
-            "ask for 'scored', or leave the kernel out: compiled FlexAttention takes it on one "
-            "CUDA device, strips of matrix products elsewhere",
-        )
-    refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
-    if refusal is not None:
-        raise refusal
-    require_device(q.device)
-
-
 def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
     refusals: list[str] = []
     for op in FUSED_OPS:
@@ -384,16 +345,3 @@ def _fused_op(q: Tensor, v: Tensor) -> tuple[FusedOp | None, tuple[str, ...]]:
 
 def _leaves_threads_idle(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.shape[0] * q.shape[1] < torch.get_num_threads()
-
-
-def _require_flex(q: Tensor) -> None:
-    if q.device.type != "cuda":
-        raise FlexCPError(
-            "CUDA tensors for the kernel 'flex'",
-            f"tensors on {q.device.type}",
-            "leave the kernel out: compiled FlexAttention has no backward pass there",
-        )
-    if q.dtype == torch.float64:
-        raise FlexCPError(
-            "float32, bfloat16 or float16 for the kernel 'flex'", "float64", "ask for 'scored'"
-        )

@@ -3,7 +3,8 @@
 A kernel's program computes one line of tiles: a query tile against key tiles, or the other way
 around for the gradients of keys. Its lists name the tiles that are full, and those that are partial
 together with the number of their bit pattern. Patterns are shared: a causal mask has one, a window
-two or three. Lists are made in time proportional to the tiles that they name.
+two or three. Lists are made in time proportional to the tiles that they name; where full tiles are
+named by runs, to the outline of the mask.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class TileLists:
     full_start: Tensor
     """[planes * lines + 1] Where the full tiles of each line begin."""
     full_tile: Tensor
-    """Which key tile (or query tile) is full, ascending in each line."""
+    """Which key tile (or query tile) is full, ascending in each line; or where each run begins."""
+    full_stop: Tensor
+    """Where each run of full tiles ends; empty if each tile is named."""
     partial_start: Tensor
     """[planes * lines + 1] Where the partial tiles of each line begin."""
     partial_tile: Tensor
@@ -62,21 +65,25 @@ class TileLists:
         return sum(x.nbytes for x in values if isinstance(x, Tensor))
 
 
-def tile_lists(shapes: Shapes, rows: int, cols: int, by: By) -> TileLists:
+def tile_lists(shapes: Shapes, rows: int, cols: int, by: By, *, runs: bool = False) -> TileLists:
     """The lists of tiles of `rows` queries and `cols` keys.
 
     Where the other side of a tile ends beyond the tensor, the tile is partial: by "query" the last
-    keys, by "key" the last queries. So full tiles need no bounds.
+    keys, by "key" the last queries. So full tiles need no bounds. With `runs`, full tiles that
+    stand side by side are one entry.
 
     >>> from flexcp.kernels.interface import causal_shapes
     >>> lists = tile_lists(causal_shapes(256), 64, 64, "query")
     >>> lists.full_tile.tolist(), lists.partial_tile.tolist(), lists.partial_pattern.tolist()
     ([0, 0, 1, 0, 1, 2], [0, 1, 2, 3], [0, 0, 0, 0])
+    >>> lists = tile_lists(causal_shapes(256), 64, 64, "query", runs=True)
+    >>> lists.full_tile.tolist(), lists.full_stop.tolist()
+    ([0, 0, 0], [1, 2, 3])
     """
     across = _Tiling(shapes.q_len, shapes.kv_len, rows, cols)
     planes = len(shapes.planes)
     stretches = _stretches(shapes.planes, across)
-    full, partial = _covered(stretches, across, planes, by)
+    full, partial = _covered(stretches, across, planes, by, runs)
     numbers, patterns = distinct_patterns(
         partial.line.numel(), stretches.on_tiles(partial, across), rows, cols
     )
@@ -86,10 +93,12 @@ def tile_lists(shapes: Shapes, rows: int, cols: int, by: By) -> TileLists:
     lines = across.q_tiles if by == "query" else across.kv_tiles
     full_counts, partial_counts = full.counts(planes * lines), partial.counts(planes * lines)
     work = (full_counts + partial_counts).view(planes, lines)
+    none = torch.zeros(0, dtype=torch.int32)
     return TileLists(
         lines,
-        _starts(full_counts),
-        full.expanded(),
+        _starts(torch.bincount(full.line, minlength=planes * lines) if runs else full_counts),
+        full.begin.to(torch.int32) if runs else full.expanded(),
+        full.end.to(torch.int32) if runs else none,
         _starts(partial_counts),
         partial.tile.to(torch.int32),
         numbers.to(torch.int32),
@@ -285,7 +294,7 @@ def _bit_runs(plane: Plane) -> list[Tensor]:
 
 
 def _covered(
-    stretches: _Stretches, across: _Tiling, planes: int, by: By
+    stretches: _Stretches, across: _Tiling, planes: int, by: By, runs: bool
 ) -> tuple[_TileRuns, _TileSet]:
     """The full tiles and the partial ones."""
     t0, t1, f0, f1 = stretches.ranges(across)
@@ -314,7 +323,7 @@ def _covered(
         (stretches.line, f1, t1),
     ]
     counts = [(last - first).clamp(min=0).sum() for _, first, last in rest]
-    full = (whole - begin)[some_full].sum()
+    full = some_full.sum() if runs else (whole - begin)[some_full].sum()
     _require_countable(int(torch.stack([full, *counts]).sum()), planes, across)
     codes = []
     for lines, first, last in rest:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexcp import FlexCPError
-from flexcp.kernels import choose, explain, registry
+from flexcp.kernels import choose, explain, refusals, registry
 from flexcp.kernels.triton import available
 from flexcp.kernels.triton.tuning import ARCHITECTURES, TABLE, parse_tile, tuning_for
 
@@ -92,7 +92,8 @@ def test_where_triton_cant_be_used_a_gpu_gets_the_other_kernels_and_the_reason(
 ) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(registry, "triton_version", lambda: version)
+    for module in (registry, refusals):
+        monkeypatch.setattr(module, "triton_version", lambda: version)
     with FakeTensorMode():
         q = torch.empty(1, 4, 64, 64, dtype=torch.bfloat16, device="cuda")
         assert choose(q, q).kernel == "flex"

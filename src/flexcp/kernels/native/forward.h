@@ -1,0 +1,134 @@
+// The forward pass: one task per query tile and head, which goes through its tiles in order.
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+constexpr float LOWEST = -3.0e38f;  // below every score: a row that has seen nothing yet
+
+// The state of a query tile's rows.
+struct Softmax {
+    float highest[TILE], sum[TILE];
+    int64_t width;
+    Buffer out;  // [TILE][width], to be divided by `sum`
+
+    explicit Softmax(int64_t value_dim) : width(padded(value_dim)), out(buffer(TILE * width)) {}
+
+    void begin(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
+        std::memset(out.get(), 0, TILE * width * sizeof(float));
+        for (int r = 0; r < TILE; r++) {
+            highest[r] = LOWEST, sum[r] = 0;
+            const float lse = c.has_former && r < count ? number(c.lse, b, h, i0 + r) : -INFINITY;
+            if (lse == -INFINITY) continue;
+            highest[r] = lse, sum[r] = 1;
+            const float* from = row_of<float>(c.out, b, h, i0 + r);
+            for (int64_t d = 0; d < c.value_dim; d++) out[r * width + d] = from[d * c.out.element];
+        }
+    }
+
+    void end(const Call& c, int64_t b, int64_t h, int64_t i0, int count) const {
+        for (int r = 0; r < count; r++) {
+            const bool nothing = sum[r] == 0;
+            const float inverse = nothing ? 0.0f : 1.0f / sum[r];
+            float* to = row_of<float>(c.out, b, h, i0 + r);
+            for (int64_t d = 0; d < c.value_dim; d++)
+                to[d * c.out.element] = nothing ? 0.0f : out[r * width + d] * inverse;
+            number(c.lse, b, h, i0 + r) = nothing ? -INFINITY : highest[r] + std::log(sum[r]);
+            if (c.largest.data) number(c.largest, b, h, i0 + r) = nothing ? -INFINITY : highest[r];
+        }
+    }
+
+    // Takes in the scores of a row: its former result is made smaller if they are higher.
+    void raise(int r, float score) {
+        if (!(score > highest[r])) return;
+        const float shrink = std::exp(highest[r] - score);
+        sum[r] *= shrink;
+        highest[r] = score;
+        float* row = out.get() + r * width;
+        for (int64_t d = 0; d < width; d += WIDTH) store(row + d, load(row + d) * shrink);
+    }
+};
+
+// Scores of a tile to weights, in place.
+template <bool PARTIAL, bool DROPS>
+void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, int count,
+           const Kept* kept, float factor) {
+    for (int r = 0; r < count; r++) {
+        const int begin = PARTIAL ? outline.first[r / MR] : 0;
+        const int end = PARTIAL ? outline.last[r / MR] : TILE;
+        if (PARTIAL && begin == end) continue;
+        float* row = s + r * TILE;
+        Vec top = splat(LOWEST);
+        for (int j = begin; j < end; j += WIDTH) {
+            Vec x = load(row + j);
+            if (PARTIAL) x = tile.allowed(r, j) ? x : splat(LOWEST);
+            top = x > top ? x : top;
+        }
+        rows.raise(r, largest(top));
+        // A row that has seen nothing has no highest score to subtract.
+        const Vec less = splat(rows.highest[r] <= LOWEST ? 0.0f : rows.highest[r]);
+        Vec sum = {};
+        for (int j = begin; j < end; j += WIDTH) {
+            Vec p = exp_of(load(row + j) - less);
+            if (PARTIAL) p = tile.allowed(r, j) ? p : Vec{};
+            sum += p;
+            if (DROPS) p = kept->of(r, j) ? p * factor : Vec{};
+            store(row + j, p);
+        }
+        rows.sum[r] += total(sum);
+    }
+}
+
+template <bool DROPS>
+int forward(const Call& c) {
+    const int64_t group = c.heads / std::max<int64_t>(c.kv_heads, 1), tiles = ceil_div(c.kv_len, TILE);
+    const Panels keys(c, c.head_dim), values(c, padded(c.value_dim));
+    if (!keys.data || !values.data) return 1;
+    for_key_tiles(c, [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
+        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
+        rows.pack_across<NR>(keys.at(n));
+        rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
+        rows.pack_along(values.at(n));
+        values.finite[n] = rows.finite;
+    });
+    const float scale = static_cast<float>(c.scale), factor = static_cast<float>(c.factor);
+    int failed = 0;
+#pragma omp parallel num_threads(c.threads) reduction(| : failed)
+    {
+        Widened read(c.head_dim);
+        Softmax rows(c.value_dim);
+        const Buffer queries = buffer(TILE * c.head_dim), s = buffer(TILE * TILE);
+        failed |= !read.data || !rows.out || !queries || !s;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t n = 0; n < c.batch * c.heads * c.lines; n++) {
+            if (failed) continue;
+            const int64_t b = n / c.lines / c.heads, h = n / c.lines % c.heads;
+            const int64_t plane = plane_of(c, b, h) * c.lines;
+            const int64_t line = c.order[plane + n % c.lines], i0 = line * TILE;
+            const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
+            const int groups = static_cast<int>(ceil_div(count, MR));
+            read.read(c.q, b, h, i0, c.q_len, c.head_dim);
+            read.pack_across<MR>(queries.get(), scale);
+            rows.begin(c, b, h, i0, count);
+            for_tiles(c, plane + line, [&](const Tile& tile) {
+                const int64_t at = (b * c.kv_heads + h / group) * tiles + tile.j;
+                const Outline outline(tile, groups);
+                products(queries.get(), keys.at(at), outline, groups, c.head_dim, s.get());
+                const Kept kept(c, b, h, i0, tile.j * TILE);
+                const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
+                weighed(s.get(), rows, tile, outline, count, &kept, factor);
+                if (tile.bits && !values.finite[at])
+                    add_pairs(tile, s.get(), values.at(at), count, false, rows.width,
+                              rows.out.get());
+                else
+                    add_products(s.get(), values.at(at), outline, groups, rows.width,
+                                 rows.out.get());
+            });
+            rows.end(c, b, h, i0, count);
+        }
+    }
+    return failed;
+}
+
+}  // namespace

@@ -1,0 +1,120 @@
+"""The C++ kernel behind the kernel contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexcp.kernels.interface import Partial, PartialGradients
+from flexcp.kernels.native.library import TILE, Hashes, Library
+
+if TYPE_CHECKING:
+    from flexcp.kernels.compiled_shapes import CompiledShapes
+    from flexcp.kernels.dropout import Dropout
+    from flexcp.kernels.score import ScoreMod
+    from flexcp.kernels.tiles import TileLists
+
+
+@dataclass(frozen=True)
+class NativeKernel:
+    """Attention by the compiled C++ kernel."""
+
+    library: Library
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        max_scores: bool = False,
+        former: Partial | None = None,
+        dropout: Dropout | None = None,
+    ) -> Partial:
+        """The partial result over the pairs of `compiled`, merged into `former` if given."""
+        assert score_mod is None
+        assert former is None or not max_scores
+        if former is None:
+            out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
+            lse = torch.empty(q.shape[:3], dtype=torch.float32)
+            result = Partial(out, lse, torch.empty_like(lse) if max_scores else None)
+        else:
+            result = former
+        self.library.run(
+            self.library.forward,
+            {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse,
+             "largest": result.max_scores},
+            _lists(compiled),
+            scale=scale,
+            has_former=former is not None,
+            hashes=_hashes(dropout, compiled, q, k),
+        )  # fmt: skip
+        return result
+
+    def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+        """[B, H, Lq] What the backward pass needs of each row, over all rounds."""
+        found: Tensor = torch.linalg.vecdot(grad_out.to(torch.float32), out.to(torch.float32))
+        return found if grad_lse is None else found.sub_(grad_lse)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        compiled: CompiledShapes,
+        *,
+        scale: float,
+        score_mod: ScoreMod | None = None,
+        grad_lse: Tensor | None = None,
+        delta: Tensor | None = None,
+        grad_q: Tensor | None = None,
+        grad_kv: tuple[Tensor, Tensor] | None = None,
+        dropout: Dropout | None = None,
+    ) -> PartialGradients:
+        """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
+        assert score_mod is None
+        if delta is None:
+            delta = self.delta(grad_out, out, grad_lse)
+        found_q = torch.empty(q.shape, dtype=torch.float32) if grad_q is None else grad_q
+        found_k, found_v = grad_kv or (torch.empty(x.shape, dtype=torch.float32) for x in (k, v))
+        self.library.run(
+            self.library.backward,
+            {"q": q, "k": k, "v": v, "grad_out": grad_out, "lse": lse, "delta": delta,
+             "grad_q": found_q, "grad_k": found_k, "grad_v": found_v},
+            _lists(compiled),
+            scale=scale,
+            has_former=grad_q is not None,
+            hashes=_hashes(dropout, compiled, q, k),
+        )  # fmt: skip
+        return PartialGradients(found_q, found_k, found_v)
+
+
+def _lists(compiled: CompiledShapes) -> TileLists:
+    return compiled.tile_lists(TILE, TILE, "query", torch.device("cpu"), runs=True)
+
+
+def _hashes(
+    dropout: Dropout | None, compiled: CompiledShapes, q: Tensor, k: Tensor
+) -> Hashes | None:
+    if dropout is None:
+        return None
+    q_at, kv_at = dropout.positions or (compiled.positions(x, q.device) for x in ("q", "kv"))
+    batch, heads = (torch.arange(n) for n in q.shape[:2])
+    row, second = (
+        x.expand(q.shape[:3]).contiguous()
+        for x in dropout.rows(
+            batch[:, None, None], heads[:, None], q_at.view(-1, 1, q_at.shape[-1])
+        )
+    )
+    key = dropout.keys(kv_at.view(-1, kv_at.shape[-1]))
+    key = torch.nn.functional.pad(key, (0, -k.shape[2] % TILE)).contiguous()
+    return Hashes(row, second, key, dropout.threshold, dropout.factor)

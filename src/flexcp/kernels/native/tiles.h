@@ -1,0 +1,324 @@
+// Tiles of pairs: what a call is given, operands side by side, and products of one tile.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+extern "C" {
+
+// A tensor of rows: element (b, h, i, d) is at data[b * batch + h * head + i * row + d * element].
+// q, k, v and grad_out may be of a half type.
+struct Rows {
+    void* data;
+    int64_t type;  // 0 float32, 1 bfloat16, 2 float16
+    int64_t batch, head, row, element;
+};
+
+// What both passes take; `library.py` has the same fields.
+struct Call {
+    Rows q, k, v, out, lse, largest, grad_out, delta, grad_q, grad_k, grad_v;
+    int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim;
+    int64_t lines, planes_batch, planes_heads;
+    const int32_t *full_start, *full_tile, *full_stop;  // runs of full tiles, by line
+    const int32_t *partial_start, *partial_tile, *partial_pattern, *patterns, *order, *plane_of;
+    const int32_t *row_hash, *second_hash, *key_hash;  // of dropout; null without
+    int64_t key_hash_batch, threshold;
+    double factor, scale;
+    int64_t has_former;  // whether out and lse, or grad_q, hold what is to be merged with
+    int64_t threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int TILE = 96;  // a multiple of every MR and NR, and of 32; `library.py` has it too
+constexpr int GROUPS = TILE / MR, PANELS = TILE / NR, WORDS = TILE / 32;
+static_assert(TILE % MR == 0 && TILE % NR == 0 && TILE % 32 == 0);
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t padded(int64_t width) { return ceil_div(width, NR) * NR; }
+
+inline int64_t plane_of(const Call& c, int64_t b, int64_t h) {
+    const int64_t pb = c.planes_batch > 1 ? b : 0, ph = c.planes_heads > 1 ? h : 0;
+    return c.plane_of[pb * c.planes_heads + ph];
+}
+
+template <typename T>
+inline T* row_of(const Rows& x, int64_t b, int64_t h, int64_t i) {
+    return static_cast<T*>(x.data) + b * x.batch + h * x.head + i * x.row;
+}
+
+inline float& number(const Rows& x, int64_t b, int64_t h, int64_t i) {
+    return *row_of<float>(x, b, h, i);
+}
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+inline float widened(float x) { return x; }
+inline float widened(Bfloat16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+}
+#if defined(__FLT16_MAX__)
+inline float widened(_Float16 x) { return static_cast<float>(x); }
+constexpr bool HAS_FLOAT16 = true;
+#else
+constexpr bool HAS_FLOAT16 = false;
+#endif
+
+// Rows [first, first + TILE) of a tensor in float32, [TILE][width]; rows past the end are 0.
+struct Widened {
+    Buffer data;
+    int64_t width = 0;
+    bool finite = true;  // whether none is NaN or infinite
+
+    explicit Widened(int64_t most) : data(buffer(TILE * most)) {}
+
+    void read(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length,
+              int64_t columns) {
+        width = columns;
+        const int64_t rows = std::min<int64_t>(TILE, length - first), here = rows * width;
+        if (x.type == 0) copy<float>(x, b, h, first, rows);
+        if (x.type == 1) copy<Bfloat16>(x, b, h, first, rows);
+#if defined(__FLT16_MAX__)
+        if (x.type == 2) copy<_Float16>(x, b, h, first, rows);
+#endif
+        std::memset(data.get() + here, 0, (TILE * width - here) * sizeof(float));
+        constexpr int32_t exponent = 0x7f800000;
+        int32_t special = 0;
+        for (int64_t i = 0; i < here; i++) {
+            int32_t bits;
+            std::memcpy(&bits, data.get() + i, 4);
+            special |= (bits & exponent) == exponent;
+        }
+        finite = !special;
+    }
+
+    // As panels of ACROSS rows: [TILE / ACROSS][width][ACROSS].
+    template <int ACROSS>
+    void pack_across(float* to, float factor = 1.0f) const {
+        for (int64_t i = 0; i < TILE; i += ACROSS)
+            for (int64_t d = 0; d < width; d++, to += ACROSS)
+#pragma GCC unroll 32
+                for (int64_t r = 0; r < ACROSS; r++) to[r] = factor * data[(i + r) * width + d];
+    }
+
+    // As panels of NR columns: [padded(width) / NR][TILE][NR]; columns past the end are 0.
+    void pack_along(float* to) const {
+        for (int64_t d = 0; d < width; d += NR) {
+            const int64_t here = std::min<int64_t>(NR, width - d);
+            for (int64_t r = 0; r < TILE; r++, to += NR) {
+                for (int64_t i = 0; i < here; i++) to[i] = data[r * width + d + i];
+                for (int64_t i = here; i < NR; i++) to[i] = 0;
+            }
+        }
+    }
+
+   private:
+    template <typename T>
+    void copy(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t rows) {
+        float* to = data.get();
+        for (int64_t r = 0; r < rows; r++, to += width) {
+            const T* from = row_of<const T>(x, b, h, first + r);
+            if (x.element == 1)
+                for (int64_t d = 0; d < width; d++) to[d] = widened(from[d]);
+            else
+                for (int64_t d = 0; d < width; d++) to[d] = widened(from[d * x.element]);
+        }
+    }
+};
+
+// What a tensor's tiles are packed to, once per call, and which of them are finite.
+struct Panels {
+    int64_t tiles, size;
+    Buffer data;
+    std::unique_ptr<bool[]> finite;
+
+    Panels(const Call& c, int64_t width)
+        : tiles(ceil_div(c.kv_len, TILE)), size(TILE * width),
+          data(buffer(c.batch * c.kv_heads * tiles * size)),
+          finite(new bool[c.batch * c.kv_heads * tiles]) {}
+
+    float* at(int64_t tile) const { return data.get() + tile * size; }
+};
+
+// Which key tiles of each plane some query sees: [planes][tiles].
+inline std::vector<char> seen_tiles(const Call& c) {
+    const int64_t tiles = ceil_div(c.kv_len, TILE);
+    const int32_t* last = c.plane_of + c.planes_batch * c.planes_heads;
+    const int64_t planes = 1 + *std::max_element(c.plane_of, last);
+    std::vector<char> seen(planes * tiles, 0);
+    std::vector<int64_t> change(tiles + 1);
+    for (int64_t p = 0; p < planes; p++) {
+        std::fill(change.begin(), change.end(), 0);
+        const int64_t begin = p * c.lines, end = begin + c.lines;
+        for (int64_t t = c.full_start[begin]; t < c.full_start[end]; t++)
+            change[c.full_tile[t]]++, change[c.full_stop[t]]--;
+        for (int64_t t = c.partial_start[begin]; t < c.partial_start[end]; t++)
+            change[c.partial_tile[t]]++, change[c.partial_tile[t] + 1]--;
+        int64_t open = 0;
+        for (int64_t j = 0; j < tiles; j++) seen[p * tiles + j] = (open += change[j]) > 0;
+    }
+    return seen;
+}
+
+// Calls `each(b, g, j, tile, rows)` for every tile of the keys that some query of the head's group
+// sees; tiles are numbered over all heads.
+template <typename Each>
+void for_key_tiles(const Call& c, Each each) {
+    const int64_t tiles = ceil_div(c.kv_len, TILE), count = c.batch * c.kv_heads * tiles;
+    const int64_t group = c.heads / std::max<int64_t>(c.kv_heads, 1);
+    const std::vector<char> seen = seen_tiles(c);
+#pragma omp parallel num_threads(c.threads)
+    {
+        Widened rows(std::max(c.head_dim, c.value_dim));
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t b = n / tiles / c.kv_heads, g = n / tiles % c.kv_heads, j = n % tiles;
+            bool needed = false;
+            for (int64_t h = g * group; h < (g + 1) * group; h++)
+                needed |= seen[plane_of(c, b, h) * tiles + j];
+            if (needed) each(b, g, j, n, rows);
+        }
+    }
+}
+
+// One tile of a line: which key tile it is, and its bits if it is partial.
+struct Tile {
+    int64_t j;
+    const int32_t* bits;  // [WORDS][TILE], bit i of a word for column 32 * word + i; null if full
+
+    bool sees(int row, int column) const {
+        return !bits || (bits[column / 32 * TILE + row] >> (column % 32) & 1);
+    }
+    // The same for WIDTH columns from a multiple of WIDTH on.
+    IntVec allowed(int row, int column) const {
+        IntVec each;
+        std::memcpy(&each, BITS, sizeof each);
+        return (splat(bits[column / 32 * TILE + row] >> (column % 32)) & each) == each;
+    }
+};
+
+// Calls `each` with the full tiles of a line, then with the partial ones.
+template <typename Each>
+inline void for_tiles(const Call& c, int64_t line, Each each) {
+    for (int64_t t = c.full_start[line]; t < c.full_start[line + 1]; t++)
+        for (int64_t j = c.full_tile[t]; j < c.full_stop[t]; j++) each(Tile{j, nullptr});
+    for (int64_t t = c.partial_start[line]; t < c.partial_start[line + 1]; t++)
+        each(Tile{c.partial_tile[t], c.patterns + c.partial_pattern[t] * WORDS * TILE});
+}
+
+// Where the pairs of a tile are, by groups of MR rows and panels of NR columns: the rest of a tile
+// is not computed.
+struct Outline {
+    uint32_t panels[GROUPS];
+    int first[GROUPS], last[GROUPS];  // the columns with pairs lie in [first, last)
+
+    Outline(const Tile& tile, int groups) {
+        for (int g = 0; g < GROUPS; g++) panels[g] = g < groups ? (1u << PANELS) - 1 : 0;
+        for (int g = 0; tile.bits && g < groups; g++) {
+            uint32_t words[WORDS] = {};
+            for (int w = 0; w < WORDS; w++)
+                for (int r = 0; r < MR; r++) words[w] |= tile.bits[w * TILE + g * MR + r];
+            for (int p = 0; p < PANELS; p++) {
+                constexpr uint32_t low = NR == 32 ? ~0u : (1u << (NR % 32)) - 1;
+                if (!(words[p * NR / 32] >> (p * NR % 32) & low)) panels[g] &= ~(1u << p);
+            }
+        }
+        for (int g = 0; g < GROUPS; g++) {
+            first[g] = panels[g] ? __builtin_ctz(panels[g]) * NR : 0;
+            last[g] = panels[g] ? (32 - __builtin_clz(panels[g])) * NR : 0;
+        }
+    }
+};
+
+// to[TILE][TILE] = a b, where the tile has pairs: a and b are packed across, `depth` wide.
+inline void products(const float* a, const float* b, const Outline& outline, int groups,
+                     int64_t depth, float* to) {
+    for (int p = 0; p < PANELS; p++)
+        for (int g = 0; g < groups; g++)
+            if (outline.panels[g] >> p & 1)
+                multiply<MR, 1, false>(a + g * MR * depth, b + p * NR * depth,
+                                       to + g * MR * TILE + p * NR, TILE, static_cast<int>(depth));
+}
+
+// to[TILE][width] += weights values: values are packed along.
+inline void add_products(const float* weights, const float* values, const Outline& outline,
+                         int groups, int64_t width, float* to) {
+    for (int64_t d = 0; d < width; d += NR)
+        for (int g = 0; g < groups; g++)
+            if (outline.panels[g])
+                multiply<1, TILE, true>(weights + g * MR * TILE + outline.first[g],
+                                        values + d * TILE + outline.first[g] * NR,
+                                        to + g * MR * width + d, width,
+                                        outline.last[g] - outline.first[g]);
+}
+
+// to[TILE][width] += transposed(weights) rows: rows are packed along.
+inline void add_transposed(const float* weights, const float* rows, const Outline& outline,
+                           int groups, int64_t width, float* to) {
+    int begin[PANELS], end[PANELS];
+    for (int p = 0; p < PANELS; p++) {
+        begin[p] = TILE, end[p] = 0;
+        for (int g = 0; g < groups; g++)
+            if (outline.panels[g] >> p & 1) {
+                begin[p] = std::min(begin[p], g * MR);
+                end[p] = g * MR + MR;
+            }
+    }
+    for (int64_t d = 0; d < width; d += NR)
+        for (int j = 0; j < TILE; j += MR) {
+            const int p = j / NR, q = (j + MR - 1) / NR;
+            const int from = std::min(begin[p], begin[q]), upto = std::max(end[p], end[q]);
+            if (from < upto)
+                multiply<TILE, 1, true>(weights + from * TILE + j, rows + d * TILE + from * NR,
+                                        to + j * width + d, width, upto - from);
+        }
+}
+
+// `add_products` or `add_transposed` over the pairs of the tile alone: the others have a weight of
+// 0, but 0 times what is not finite is NaN.
+inline void add_pairs(const Tile& tile, const float* weights, const float* values, int count,
+                      bool transposed, int64_t width, float* to) {
+    for (int r = 0; r < count; r++)
+        for (int n = 0; n < TILE; n++) {
+            if (!tile.sees(r, n)) continue;
+            const float* from = values + (transposed ? r : n) * NR;
+            float* sum = to + (transposed ? n : r) * width;
+            for (int64_t d = 0; d < width; d++)
+                sum[d] += weights[r * TILE + n] * from[d / NR * TILE * NR + d % NR];
+        }
+}
+
+// Which weights of a tile dropout keeps: see dropout.py.
+struct Kept {
+    const int32_t *row, *second, *key;
+    IntVec threshold;
+
+    Kept(const Call& c, int64_t b, int64_t h, int64_t i0, int64_t j0)
+        : row(nullptr), second(nullptr), key(nullptr),
+          threshold(splat(static_cast<int32_t>(c.threshold))) {
+        if (!c.row_hash) return;
+        row = c.row_hash + (b * c.heads + h) * c.q_len + i0;
+        second = c.second_hash + (b * c.heads + h) * c.q_len + i0;
+        key = c.key_hash + b * c.key_hash_batch + j0;
+    }
+
+    IntVec of(int r, int column) const {
+        WrappingVec x;
+        std::memcpy(&x, key + column, sizeof x);
+        x = x * static_cast<uint32_t>(row[r]);
+        x = x * (x + x + 1u);
+        x = x * static_cast<uint32_t>(second[r]);
+        return (IntVec)x >= threshold;
+    }
+};
+
+}  // namespace

@@ -1,0 +1,114 @@
+// Vectors as wide as the processor's, the exponential, and the product that all else is made of.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace {
+
+// FLEXCP_WIDTH asks for another width than the processor's: compilers emulate wider vectors.
+#if defined(FLEXCP_WIDTH)
+constexpr int WIDTH = FLEXCP_WIDTH, MR = WIDTH == 16 ? 12 : 6;
+#elif defined(__AVX512F__)
+constexpr int WIDTH = 16, MR = 12;  // 24 sums, in 32 registers
+#elif defined(__AVX__)
+constexpr int WIDTH = 8, MR = 6;  // 12 sums, in 16 registers
+#else
+constexpr int WIDTH = 4, MR = 6;
+#endif
+constexpr int NR = 2 * WIDTH;
+
+typedef float Vec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t IntVec __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t WrappingVec __attribute__((vector_size(4 * WIDTH)));
+
+inline Vec splat(float x) { return x - Vec{}; }
+inline IntVec splat(int32_t x) { return x - IntVec{}; }
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
+
+constexpr int32_t BITS[] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                            1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+static_assert(WIDTH <= 16);
+
+inline float largest(Vec x) {
+    float found = x[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < WIDTH; i++) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+inline float total(Vec x) {
+    float found = 0;
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; i++) found += x[i];
+    return found;
+}
+
+// e to the power of x: 0 below 2**-127, infinity from 2**128 on; NaN stays NaN.
+inline Vec exp_of(Vec x) {
+    x = x * 1.44269504088896340736f;  // 2 to the power of this
+    x = x < splat(-127.0f) ? splat(-127.0f) : x;
+    x = x > splat(128.0f) ? splat(128.0f) : x;
+    // 1.5 * 2**23 rounds to a whole number; 127 more makes its low bits those of an exponent.
+    const Vec magic = splat(12582912.0f + 127.0f);
+    const Vec rounded = x + magic;
+    const Vec power = (Vec)((IntVec)rounded << 23);
+    const Vec f = x - (rounded - magic);
+    // Least squares at Chebyshev points of [-1/2, 1/2]: within 3e-9 of 2**f.
+    Vec p = splat(1.535336188319500e-4f);
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    return p * power;
+}
+
+// c[MR][NR] = a b, or with ADD c + a b. Element (r, d) of a is at a[d * STEP + r * ROW], that of b
+// at b[d * NR + r]. The sums stay in registers; a reads as numbers, b as vectors.
+template <int STEP, int ROW, bool ADD>
+inline void multiply(const float* __restrict a, const float* __restrict b, float* __restrict c,
+                     int64_t c_row, int depth) {
+    Vec sums[MR][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+        sums[r][0] = ADD ? load(c + r * c_row) : Vec{};
+        sums[r][1] = ADD ? load(c + r * c_row + WIDTH) : Vec{};
+    }
+    for (int d = 0; d < depth; d++) {
+        const Vec b0 = load(b), b1 = load(b + WIDTH);
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; r++) {
+            const Vec x = splat(a[r * ROW]);
+            sums[r][0] += x * b0;
+            sums[r][1] += x * b1;
+        }
+        a += STEP;
+        b += NR;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+        store(c + r * c_row, sums[r][0]);
+        store(c + r * c_row + WIDTH, sums[r][1]);
+    }
+}
+
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<float[], Free>;
+
+// Memory that begins where a vector may; empty if there is none.
+inline Buffer buffer(int64_t floats) {
+    void* found = nullptr;
+    const size_t bytes = (floats > 0 ? floats : 1) * sizeof(float);
+    if (posix_memalign(&found, 64, bytes) != 0) return Buffer();
+    return Buffer(static_cast<float*>(found));
+}
+
+}  // namespace

@@ -1,0 +1,134 @@
+"""Refusals: why a kernel can't do a call, and the error where it was asked for by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexcp.errors import FlexCPError
+from flexcp.kernels.fused import CPU_FLASH
+from flexcp.kernels.native.library import TYPES, Library, library
+from flexcp.kernels.score import ScoreLike
+from flexcp.kernels.triton.available import (
+    is_tested,
+    refuses,
+    require_device,
+    require_triton,
+    triton_version,
+)
+from flexcp.kernels.triton.emit import unknown_step
+from flexcp.kernels.triton.tuning import names_every_kernel
+from flexcp.kernels.varlen import VarlenOps
+from flexcp.torch_names import fake_mode_is_on, is_transformed
+
+_FEWEST_QUERIES = 32
+"""Keys are put side by side before the C++ kernel multiplies them, which fewer don't repay."""
+
+
+def why_not_native(q: Tensor, v: Tensor) -> str | None:
+    """Why the C++ kernel can't do a call, or is slower for it than fused ops; None if neither."""
+    if q.dtype in TYPES and q.dtype != torch.float32 and CPU_FLASH.multiplies(q.dtype):
+        return f"not in C++, which computes in float32: the processor multiplies {q.dtype}"
+    if q.shape[2] < _FEWEST_QUERIES:
+        return f"not in C++, which needs {_FEWEST_QUERIES} queries to be faster"
+    found = native_library(q, v)
+    return f"not in C++: {found}" if isinstance(found, str) else None
+
+
+def native_library(q: Tensor, v: Tensor) -> Library | str:
+    """The compiled C++ kernel for a call, or why there is none."""
+    if q.device.type != "cpu":
+        return f"it runs on cpu, not on {q.device.type}"
+    if q.dtype not in TYPES:
+        return f"it does not take {q.dtype}"
+    if fake_mode_is_on() or any(type(x) not in _PLAIN or is_transformed(x) for x in (q, v)):
+        return "the tensors have no memory of their own"
+    found = library()
+    if isinstance(found, Library) and q.dtype not in found.dtypes:
+        return f"the compiler does not know {q.dtype}"
+    return found
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def require_native(q: Tensor, v: Tensor, score_mod: bool) -> Library:
+    """The compiled C++ kernel, or an error that says why it can't do a call."""
+    found = "a score_mod is not written out in C++" if score_mod else native_library(q, v)
+    if isinstance(found, str):
+        raise FlexCPError("a call that the kernel 'native' can do", found, "leave the kernel out")
+    return found
+
+
+def require_varlen(
+    op: VarlenOps, q: Tensor, v: Tensor, score_mod: bool, max_scores: bool, dropout: bool
+) -> None:
+    """Raises if the variable-length op can't do a call."""
+    why_not = op.refuses(q, v)
+    needs = {"a score_mod": score_mod, "the largest scores": max_scores, "dropout": dropout}
+    for name, given in needs.items():
+        if given:
+            why_not = f"{op.name} does not do {name} here"
+    if why_not is not None:
+        raise FlexCPError(
+            "tensors and a call that the kernel 'varlen' can do", why_not, "leave the kernel out"
+        )
+
+
+def why_not_triton(q: Tensor, v: Tensor, score_mod: ScoreLike, max_scores: bool) -> str | None:
+    """Why the Triton kernels can't do a call; None if they can."""
+    version = triton_version()
+    if version is None:
+        return "not the Triton kernels: Triton is not installed"
+    if not is_tested(version):
+        return f"not the Triton kernels: they were not tested with Triton {version}"
+    refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
+    if refusal is not None:
+        return f"not the Triton kernels, which need {refusal.expected}"
+    if max_scores:
+        return "not the Triton kernels, which don't return the largest scores"
+    unknown = unknown_step(score_mod, q.dtype, q.device)
+    return None if unknown is None else f"not the Triton kernels: the score_mod has {unknown}"
+
+
+def require_triton_call(
+    q: Tensor,
+    v: Tensor,
+    score_mod: ScoreLike,
+    max_scores: bool,
+    wishes: str,
+) -> None:
+    """Raises if the Triton kernels can't do a call."""
+    require_triton(any_version=names_every_kernel(wishes))
+    if max_scores:
+        raise FlexCPError(
+            "a kernel that takes max_scores",
+            "kernel 'triton'",
+            "ask for 'flash', or leave the kernel out",
+        )
+    unknown = unknown_step(score_mod, q.dtype, q.device)
+    if unknown is not None:
+        raise FlexCPError(
+            "a kernel that takes score_mod",
+            f"kernel 'triton', which can't write it out in Triton: it has {unknown}",
+            "ask for 'scored', or leave the kernel out: compiled FlexAttention takes it on one "
+            "CUDA device, strips of matrix products elsewhere",
+        )
+    refusal = refuses(q.shape[-1], v.shape[-1], q.dtype)
+    if refusal is not None:
+        raise refusal
+    require_device(q.device)
+
+
+def require_flex(q: Tensor) -> None:
+    """Raises if compiled FlexAttention can't do a call."""
+    if q.device.type != "cuda":
+        raise FlexCPError(
+            "CUDA tensors for the kernel 'flex'",
+            f"tensors on {q.device.type}",
+            "leave the kernel out: compiled FlexAttention has no backward pass there",
+        )
+    if q.dtype == torch.float64:
+        raise FlexCPError(
+            "float32, bfloat16 or float16 for the kernel 'flex'", "float64", "ask for 'scored'"
+        )

@@ -1,0 +1,131 @@
+"""Compiling the C++ kernel: once, for the processor, and not trusted before it was right."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexcp
+from flexcp import masks
+from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.dropout import Dropout
+from flexcp.kernels.native import build, library
+from flexcp.kernels.native.build import BuildError, built
+from flexcp.kernels.native.kernel import NativeKernel
+from flexcp.kernels.native.library import Library, load
+from flexcp.kernels.registry import choose, explain
+from flexcp.kernels.shapes import shapes_of
+from flexcp.testing.tolerance import assert_close
+from kernels.cases import MASKS
+
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def nothing_loaded() -> Iterator[None]:
+    library._loaded.cache_clear()
+    yield
+    library._loaded.cache_clear()
+
+
+def x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(1, 4, 200, 16, dtype=dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_vectors_of_every_width_give_the_same_result(width: int) -> None:
+    """Wider ones than the processor's are emulated: so what runs elsewhere is tried here."""
+    kernel = NativeKernel(load(built(extra=(f"-DFLEXCP_WIDTH={width}",))))
+    own = library.library()
+    assert isinstance(own, Library)
+    for name in ("documents", "noise", "window", "by head"):
+        mask = MASKS[name]()
+        compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(mask, 333, batch=1, heads=4)))
+        q, k, v = torch.randn(1, 4, 333, 20), torch.randn(1, 2, 333, 20), torch.randn(1, 2, 333, 9)
+        dropout = Dropout(0.2, 7) if name == "documents" else None
+        runs = []
+        for tried in (kernel, NativeKernel(own)):
+            found = tried.forward(q, k, v, compiled, scale=0.3, dropout=dropout)
+            back = tried.backward(
+                found.out.cos(), q, k, v, found.out, found.lse, compiled, scale=0.3, dropout=dropout
+            )
+            runs.append((found.out, found.lse, back.q, back.k, back.v))
+        for actual, wanted in zip(*runs, strict=True):
+            assert_close(actual, wanted)
+
+
+@needs_compiler
+def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = built()
+    assert first.is_relative_to(tmp_path / "flexcp")
+    monkeypatch.setattr(build, "_compile", None)
+    assert built() == first
+    assert built(extra=()) == first
+
+
+@needs_compiler
+@pytest.mark.parametrize("home", ["a file", None], ids=["unwritable", "none"])
+def test_without_a_cache_a_process_has_its_own(
+    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").write_text("")
+    folder = None if home is None else tmp_path / home / "flexcp"
+    monkeypatch.setattr(build, "cache_folder", lambda: folder)
+    made = []
+
+    def pretend(command: str, extra: tuple[str, ...], to: Path) -> None:
+        made.append(to)
+        to.write_bytes(b"")
+
+    monkeypatch.setattr(build, "_compile", pretend)
+    path = built(extra=(f"-DHOME={home is None}",))
+    assert path == made[0]
+    assert not path.is_relative_to(tmp_path)
+    path.unlink()
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_without_a_compiler_fused_ops_compute_and_it_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert choose(x(), x()).kernel == "flash"
+    assert "not in C++: no C++ compiler was found (g++, c++, clang++)" in explain(x(), x())
+    with pytest.raises(flexcp.FlexCPError, match=r"no C\+\+ compiler was found"):
+        flexcp.flex_attention(x(), x(), x(), kernel_options={"kernel": "native"})
+    q = x()
+    found = flexcp.flex_attention(q, q, q, block_mask=masks.causal())
+    right = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert_close(found, right)
+
+
+@needs_compiler
+def test_what_a_compiler_says_is_passed_on() -> None:
+    with pytest.raises(BuildError, match=r"failed: .*error.*not there"):
+        built(extra=("-include", "not there"))
+
+
+@needs_compiler
+def test_what_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_TOLERANCE", 0.0)
+    with pytest.raises(BuildError, match=r"wrong by .* on this processor"):
+        load(built())
+
+
+def test_a_file_that_is_no_library_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "damaged.so").write_bytes(b"damaged")
+    with pytest.raises(BuildError, match="can't be loaded"):
+        load(tmp_path / "damaged.so")
+
+
+@needs_compiler
+def test_it_is_chosen_for_what_it_is_faster_for() -> None:
+    assert choose(x(), x()).kernel == "native"
+    assert choose(x(), x(), dropout=True).kernel == "native"
+    assert choose(x(), x(), max_scores=True).kernel == "native"
+    assert choose(x(torch.float64), x(torch.float64)).kernel == "flash"
+    assert "needs 32 queries" in explain(x()[:, :, :31], x())
+    assert choose(x(), x(), score_mod=True).kernel == "scored"
