@@ -6,6 +6,8 @@
 // multiplied: so both passes have the same scores to the last bit, and a weight of 1 stays one
 // however large they are. Each number of the results is
 // written by one task, which adds in a fixed order: the same call gives the same bits.
+#include <new>
+
 #include "backward.h"
 #include "forward.h"
 
@@ -18,11 +20,19 @@ int64_t flexcp_has_float16() { return HAS_FLOAT16; }
 
 // 0 if all went well, 1 without memory.
 int64_t flexcp_forward(const Call* call) {
-    return call->row_hash ? forward<true>(*call) : forward<false>(*call);
+    try {
+        return call->row_hash ? forward<true>(*call) : forward<false>(*call);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
 
 int64_t flexcp_backward(const Call* call) {
-    return call->row_hash ? backward<true>(*call) : backward<false>(*call);
+    try {
+        return call->row_hash ? backward<true>(*call) : backward<false>(*call);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
 
 }  // extern "C"

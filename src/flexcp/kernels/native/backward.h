@@ -148,7 +148,7 @@ int backward(const Call& c) {
     const Panels keys(c, c.head_dim), key_rows(c, D), values(c, c.value_dim);
     const Buffer sums = buffer(heads * shares * sum_size);
     if (!keys.data || !key_rows.data || !values.data || !sums) return 1;
-    for_key_tiles(c, [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
+    const bool packed = for_key_tiles(c, [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
         rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
         rows.pack_across<NR>(keys.at(n));
         rows.pack_along(key_rows.at(n));
@@ -156,6 +156,7 @@ int backward(const Call& c) {
         rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
         rows.pack_across<NR>(values.at(n));
     });
+    if (!packed) return 1;
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)
     {

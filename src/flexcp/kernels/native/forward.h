@@ -85,13 +85,14 @@ int forward(const Call& c) {
     const int64_t group = c.heads / std::max<int64_t>(c.kv_heads, 1), tiles = ceil_div(c.kv_len, TILE);
     const Panels keys(c, c.head_dim), values(c, padded(c.value_dim));
     if (!keys.data || !values.data) return 1;
-    for_key_tiles(c, [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
+    const bool packed = for_key_tiles(c, [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
         rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
         rows.pack_across<NR>(keys.at(n));
         rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
         rows.pack_along(values.at(n));
         values.finite[n] = rows.finite;
     });
+    if (!packed) return 1;
     const float scale = static_cast<float>(c.scale), factor = static_cast<float>(c.factor);
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)

@@ -135,7 +135,7 @@ def library() -> Library | str:
 def _loaded() -> Library | str:
     try:
         return load(built())
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         return str(error)
 
 

@@ -170,17 +170,20 @@ inline std::vector<char> seen_tiles(const Call& c) {
 }
 
 // Calls `each(b, g, j, tile, rows)` for every tile of the keys that some query of the head's group
-// sees; tiles are numbered over all heads.
+// sees; tiles are numbered over all heads. Whether there was memory.
 template <typename Each>
-void for_key_tiles(const Call& c, Each each) {
+bool for_key_tiles(const Call& c, Each each) {
     const int64_t tiles = ceil_div(c.kv_len, TILE), count = c.batch * c.kv_heads * tiles;
     const int64_t group = c.heads / std::max<int64_t>(c.kv_heads, 1);
     const std::vector<char> seen = seen_tiles(c);
-#pragma omp parallel num_threads(c.threads)
+    int failed = 0;
+#pragma omp parallel num_threads(c.threads) reduction(| : failed)
     {
         Widened rows(std::max(c.head_dim, c.value_dim));
+        failed |= !rows.data;
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < count; n++) {
+            if (failed) continue;
             const int64_t b = n / tiles / c.kv_heads, g = n / tiles % c.kv_heads, j = n % tiles;
             bool needed = false;
             for (int64_t h = g * group; h < (g + 1) * group; h++)
@@ -188,6 +191,7 @@ void for_key_tiles(const Call& c, Each each) {
             if (needed) each(b, g, j, n, rows);
         }
     }
+    return !failed;
 }
 
 // One tile of a line: which key tile it is, and its bits if it is partial.
