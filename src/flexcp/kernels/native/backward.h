@@ -1,4 +1,4 @@
-// The backward pass: one task per key head, which goes through its query tiles in order and adds to
+// The backward pass: one task per key head, or share of one, which goes through its query tiles in order and adds to
 // the gradients of keys and values in memory of its own; five products for each tile.
 #pragma once
 
@@ -124,10 +124,28 @@ void add_tile(const Call& c, QueryTile& own, const Tile& tile, int64_t b, int64_
     sum(false, k_finite, dp, k_rows, D, own.dq.get());
 }
 
-// Into how many shares, with sums of their own, the lines of each key head are cut: enough to keep
-// the threads busy.
-inline int64_t shares_of(const Call& c, int64_t sum_size) {
-    const int64_t heads = c.batch * c.kv_heads;
+// What the key tiles of some heads are packed to.
+struct KeyPanels {
+    Panels across, along, values;
+
+    KeyPanels(const Call& c, int64_t tiles)
+        : across(tiles, c.head_dim), along(tiles, padded(c.head_dim)), values(tiles, c.value_dim) {}
+
+    bool complete() const { return across.data && along.data && values.data; }
+
+    void pack(const Call& c, int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) const {
+        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
+        rows.pack_across<NR>(across.at(n));
+        rows.pack_along(along.at(n));
+        across.finite[n] = rows.finite;
+        rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
+        rows.pack_across<NR>(values.at(n));
+    }
+};
+
+// Into how many shares, with sums of their own, the lines of each of some key heads are cut: enough
+// to keep the threads busy.
+inline int64_t shares_of(const Call& c, int64_t heads, int64_t sum_size) {
     int64_t shares = 1;
     const auto busy = [&] {
         const int64_t tasks = heads * shares;
@@ -139,34 +157,23 @@ inline int64_t shares_of(const Call& c, int64_t sum_size) {
     return shares;
 }
 
+// The gradients of key heads [first, last) and their query heads.
 template <bool DROPS>
-int backward(const Call& c) {
-    const int64_t D = padded(c.head_dim), V = padded(c.value_dim);
-    const int64_t group = c.heads / std::max<int64_t>(c.kv_heads, 1);
-    const int64_t tiles = ceil_div(c.kv_len, TILE), sum_size = tiles * TILE * (D + V);
-    const int64_t heads = c.batch * c.kv_heads, shares = shares_of(c, sum_size);
-    const Panels keys(c, c.head_dim), key_rows(c, D), values(c, c.value_dim);
-    const Buffer sums = buffer(heads * shares * sum_size);
-    if (!keys.data || !key_rows.data || !values.data || !sums) return 1;
-    const bool packed = for_key_tiles(c, [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
-        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
-        rows.pack_across<NR>(keys.at(n));
-        rows.pack_along(key_rows.at(n));
-        keys.finite[n] = rows.finite;
-        rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
-        rows.pack_across<NR>(values.at(n));
-    });
-    if (!packed) return 1;
+int backward_heads(const Call& c, int64_t first, int64_t last, const KeyPanels& keys,
+                   int64_t shares, int64_t sum_size, float* sums) {
+    const int64_t D = padded(c.head_dim), V = padded(c.value_dim), group = c.heads / c.kv_heads;
+    const int64_t tiles = ceil_div(c.kv_len, TILE);
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)
     {
         QueryTile own(c);
         failed |= !own.complete();
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < heads * shares; n++) {
+        for (int64_t n = 0; n < (last - first) * shares; n++) {
             if (failed) continue;
-            const int64_t head = n / shares, b = head / c.kv_heads, g = head % c.kv_heads;
-            float *dk = sums.get() + n * sum_size, *dv = dk + tiles * TILE * D;
+            const int64_t head = n / shares, b = (first + head) / c.kv_heads;
+            const int64_t g = (first + head) % c.kv_heads;
+            float *dk = sums + n * sum_size, *dv = dk + tiles * TILE * D;
             std::memset(dk, 0, sum_size * sizeof(float));
             for (int64_t h = g * group; h < (g + 1) * group; h++)
                 for (int64_t place = n % shares; place < c.lines; place += shares) {
@@ -176,19 +183,20 @@ int backward(const Call& c) {
                     own.begin(c, b, h, i0, count);
                     for_tiles(c, plane + line, [&](const Tile& tile) {
                         const int64_t at = head * tiles + tile.j;
-                        add_tile<DROPS>(c, own, tile, b, h, i0, count, keys.at(at),
-                                        key_rows.at(at), keys.finite[at], values.at(at), dk, dv);
+                        add_tile<DROPS>(c, own, tile, b, h, i0, count, keys.across.at(at),
+                                        keys.along.at(at), keys.across.finite[at],
+                                        keys.values.at(at), dk, dv);
                     });
                     own.end(c, b, h, i0, count);
                 }
         }
         // What the shares have summed up, in their order.
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < heads * c.kv_len; n++) {
+        for (int64_t n = 0; n < (last - first) * c.kv_len; n++) {
             if (failed) continue;
-            const int64_t head = n / c.kv_len, b = head / c.kv_heads, g = head % c.kv_heads;
-            const int64_t i = n % c.kv_len;
-            const float* first = sums.get() + head * shares * sum_size;
+            const int64_t head = n / c.kv_len, b = (first + head) / c.kv_heads;
+            const int64_t g = (first + head) % c.kv_heads, i = n % c.kv_len;
+            const float* own_sums = sums + head * shares * sum_size;
             const auto write = [&](const Rows& x, const float* from, int64_t width, float factor) {
                 float* to = row_of<float>(x, b, g, i);
                 for (int64_t d = 0; d < width; d++) {
@@ -197,11 +205,35 @@ int backward(const Call& c) {
                     to[d * x.element] = sum * factor;
                 }
             };
-            write(c.grad_k, first + i * D, c.head_dim, static_cast<float>(c.scale));
-            write(c.grad_v, first + tiles * TILE * D + i * V, c.value_dim, 1.0f);
+            write(c.grad_k, own_sums + i * D, c.head_dim, static_cast<float>(c.scale));
+            write(c.grad_v, own_sums + tiles * TILE * D + i * V, c.value_dim, 1.0f);
         }
     }
     return failed;
+}
+
+template <bool DROPS>
+int backward(const Call& c) {
+    const int64_t D = padded(c.head_dim), V = padded(c.value_dim);
+    const int64_t tiles = ceil_div(c.kv_len, TILE), sum_size = tiles * TILE * (D + V);
+    const int64_t heads = c.batch * c.kv_heads;
+    if (heads == 0) return 0;
+    const int64_t head_bytes = tiles * TILE * (c.head_dim + D + c.value_dim + D + V) * 4;
+    const int64_t step = heads_at_once(c, head_bytes, 1, 1);
+    const int64_t shares = shares_of(c, step, sum_size);
+    const KeyPanels keys(c, step * tiles);
+    const Buffer sums = buffer(step * shares * sum_size);
+    if (!keys.complete() || !sums) return 1;
+    const std::vector<char> seen = seen_tiles(c);
+    for (int64_t first = 0; first < heads; first += step) {
+        const int64_t last = std::min(first + step, heads);
+        const auto pack = [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
+            keys.pack(c, b, g, j, n, rows);
+        };
+        if (!for_key_tiles(c, seen, first, last, pack)) return 1;
+        if (backward_heads<DROPS>(c, first, last, keys, shares, sum_size, sums.get())) return 1;
+    }
+    return 0;
 }
 
 }  // namespace

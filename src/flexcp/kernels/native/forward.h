@@ -27,13 +27,14 @@ struct Softmax {
         }
     }
 
-    void end(const Call& c, int64_t b, int64_t h, int64_t i0, int count) const {
+    void end(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
         for (int r = 0; r < count; r++) {
             const bool nothing = sum[r] == 0;
             const float inverse = nothing ? 0.0f : 1.0f / sum[r];
-            float* to = row_of<float>(c.out, b, h, i0 + r);
-            for (int64_t d = 0; d < c.value_dim; d++)
-                to[d * c.out.element] = nothing ? 0.0f : out[r * width + d] * inverse;
+            float *to = row_of<float>(c.out, b, h, i0 + r), *row = out.get() + r * width;
+            for (int64_t d = 0; d < width; d += WIDTH)
+                store(row + d, nothing ? Vec{} : load(row + d) * inverse);
+            for (int64_t d = 0; d < c.value_dim; d++) to[d * c.out.element] = row[d];
             number(c.lse, b, h, i0 + r) = nothing ? -INFINITY : highest[r] + std::log(sum[r]);
             if (c.largest.data) number(c.largest, b, h, i0 + r) = nothing ? -INFINITY : highest[r];
         }
@@ -42,6 +43,10 @@ struct Softmax {
     // Takes in the scores of a row: its former result is made smaller if they are higher.
     void raise(int r, float score) {
         if (!(score > highest[r])) return;
+        if (highest[r] <= LOWEST) {
+            highest[r] = score;
+            return;
+        }
         const float shrink = std::exp(highest[r] - score);
         sum[r] *= shrink;
         highest[r] = score;
@@ -80,19 +85,11 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
     }
 }
 
+// The query heads of key heads [first, last), of which `keys` and `values` are packed.
 template <bool DROPS>
-int forward(const Call& c) {
-    const int64_t group = c.heads / std::max<int64_t>(c.kv_heads, 1), tiles = ceil_div(c.kv_len, TILE);
-    const Panels keys(c, c.head_dim), values(c, padded(c.value_dim));
-    if (!keys.data || !values.data) return 1;
-    const bool packed = for_key_tiles(c, [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
-        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
-        rows.pack_across<NR>(keys.at(n));
-        rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
-        rows.pack_along(values.at(n));
-        values.finite[n] = rows.finite;
-    });
-    if (!packed) return 1;
+int forward_heads(const Call& c, int64_t first, int64_t last, const Panels& keys,
+                  const Panels& values) {
+    const int64_t group = c.heads / c.kv_heads, tiles = ceil_div(c.kv_len, TILE);
     const float scale = static_cast<float>(c.scale), factor = static_cast<float>(c.factor);
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)
@@ -102,9 +99,10 @@ int forward(const Call& c) {
         const Buffer queries = buffer(TILE * c.head_dim), s = buffer(TILE * TILE);
         failed |= !read.data || !rows.out || !queries || !s;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < c.batch * c.heads * c.lines; n++) {
+        for (int64_t n = 0; n < (last - first) * group * c.lines; n++) {
             if (failed) continue;
-            const int64_t b = n / c.lines / c.heads, h = n / c.lines % c.heads;
+            const int64_t head = n / c.lines / group, b = (first + head) / c.kv_heads;
+            const int64_t h = (first + head) % c.kv_heads * group + n / c.lines % group;
             const int64_t plane = plane_of(c, b, h) * c.lines;
             const int64_t line = c.order[plane + n % c.lines], i0 = line * TILE;
             const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
@@ -113,7 +111,7 @@ int forward(const Call& c) {
             read.pack_across<MR>(queries.get(), scale);
             rows.begin(c, b, h, i0, count);
             for_tiles(c, plane + line, [&](const Tile& tile) {
-                const int64_t at = (b * c.kv_heads + h / group) * tiles + tile.j;
+                const int64_t at = head * tiles + tile.j;
                 const Outline outline(tile, groups);
                 products(queries.get(), keys.at(at), outline, groups, c.head_dim, s.get());
                 const Kept kept(c, b, h, i0, tile.j * TILE);
@@ -130,6 +128,33 @@ int forward(const Call& c) {
         }
     }
     return failed;
+}
+
+constexpr int64_t LINES_OF_THREAD = 16;  // so many are even enough, the longest first
+
+template <bool DROPS>
+int forward(const Call& c) {
+    const int64_t heads = c.batch * c.kv_heads, tiles = ceil_div(c.kv_len, TILE);
+    if (heads == 0) return 0;
+    const int64_t V = padded(c.value_dim), head_bytes = tiles * TILE * (c.head_dim + V) * 4;
+    const int64_t step = heads_at_once(c, head_bytes, c.heads / c.kv_heads * c.lines,
+                                       LINES_OF_THREAD);
+    const Panels keys(step * tiles, c.head_dim), values(step * tiles, V);
+    if (!keys.data || !values.data) return 1;
+    const std::vector<char> seen = seen_tiles(c);
+    for (int64_t first = 0; first < heads; first += step) {
+        const int64_t last = std::min(first + step, heads);
+        const auto pack = [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
+            rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
+            rows.pack_across<NR>(keys.at(n));
+            rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
+            rows.pack_along(values.at(n));
+            values.finite[n] = rows.finite;
+        };
+        if (!for_key_tiles(c, seen, first, last, pack)) return 1;
+        if (forward_heads<DROPS>(c, first, last, keys, values)) return 1;
+    }
+    return 0;
 }
 
 }  // namespace

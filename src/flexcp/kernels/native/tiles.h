@@ -73,41 +73,59 @@ constexpr bool HAS_FLOAT16 = true;
 constexpr bool HAS_FLOAT16 = false;
 #endif
 
-// Rows [first, first + TILE) of a tensor in float32, [TILE][width]; rows past the end are 0.
+// Rows [first, first + TILE) of a tensor in float32; rows past the end are 0.
 struct Widened {
     Buffer data;
-    int64_t width = 0;
+    const float* from = nullptr;  // data, or the tensor itself if it is float32
+    int64_t width = 0, stride = 0;
     bool finite = true;  // whether none is NaN or infinite
 
     explicit Widened(int64_t most) : data(buffer(TILE * most)) {}
 
     void read(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length,
               int64_t columns) {
-        width = columns;
-        const int64_t rows = std::min<int64_t>(TILE, length - first), here = rows * width;
-        if (x.type == 0) copy<float>(x, b, h, first, rows);
-        if (x.type == 1) copy<Bfloat16>(x, b, h, first, rows);
+        const int64_t rows = std::min<int64_t>(TILE, length - first);
+        from = data.get(), width = stride = columns;
+        if (x.type == 0 && x.element == 1 && rows == TILE)
+            from = row_of<float>(x, b, h, first), stride = x.row;
+        else if (x.type == 0)
+            copy<float>(x, b, h, first, rows);
+        else if (x.type == 1)
+            copy<Bfloat16>(x, b, h, first, rows);
 #if defined(__FLT16_MAX__)
-        if (x.type == 2) copy<_Float16>(x, b, h, first, rows);
+        else if (x.type == 2)
+            copy<_Float16>(x, b, h, first, rows);
 #endif
-        std::memset(data.get() + here, 0, (TILE * width - here) * sizeof(float));
         constexpr int32_t exponent = 0x7f800000;
-        int32_t special = 0;
-        for (int64_t i = 0; i < here; i++) {
-            int32_t bits;
-            std::memcpy(&bits, data.get() + i, 4);
-            special |= (bits & exponent) == exponent;
+        IntVec special = {};
+        for (int64_t r = 0; r < rows; r++) {
+            const float* row = from + r * stride;
+            int64_t d = 0;
+            for (; d + WIDTH <= width; d += WIDTH) {
+                IntVec bits;
+                std::memcpy(&bits, row + d, sizeof bits);
+                special |= (bits & exponent) == exponent;
+            }
+            for (; d < width; d++) special[0] |= std::isfinite(row[d]) ? 0 : -1;
         }
-        finite = !special;
+        finite = true;
+        for (int i = 0; i < WIDTH; i++) finite &= !special[i];
     }
 
     // As panels of ACROSS rows: [TILE / ACROSS][width][ACROSS].
     template <int ACROSS>
     void pack_across(float* to, float factor = 1.0f) const {
-        for (int64_t i = 0; i < TILE; i += ACROSS)
-            for (int64_t d = 0; d < width; d++, to += ACROSS)
-#pragma GCC unroll 32
-                for (int64_t r = 0; r < ACROSS; r++) to[r] = factor * data[(i + r) * width + d];
+        constexpr int FOURS = ACROSS / 4 * 4;
+        const int64_t whole = width / 4 * 4;
+        for (int64_t i = 0; i < TILE; i += ACROSS, to += width * ACROSS) {
+            const float* rows = from + i * stride;
+            for (int64_t d = 0; d < whole; d += 4)
+                for (int64_t r = 0; r < FOURS; r += 4)
+                    transpose_4(rows + r * stride + d, stride, to + d * ACROSS + r, ACROSS, factor);
+            for (int64_t d = 0; d < width; d++)
+                for (int64_t r = d < whole ? FOURS : 0; r < ACROSS; r++)
+                    to[d * ACROSS + r] = factor * rows[r * stride + d];
+        }
     }
 
     // As panels of NR columns: [padded(width) / NR][TILE][NR]; columns past the end are 0.
@@ -115,8 +133,11 @@ struct Widened {
         for (int64_t d = 0; d < width; d += NR) {
             const int64_t here = std::min<int64_t>(NR, width - d);
             for (int64_t r = 0; r < TILE; r++, to += NR) {
-                for (int64_t i = 0; i < here; i++) to[i] = data[r * width + d + i];
-                for (int64_t i = here; i < NR; i++) to[i] = 0;
+                if (here == NR) {
+                    std::memcpy(to, from + r * stride + d, NR * sizeof(float));
+                    continue;
+                }
+                for (int64_t i = 0; i < NR; i++) to[i] = i < here ? from[r * stride + d + i] : 0;
             }
         }
     }
@@ -126,28 +147,38 @@ struct Widened {
     void copy(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t rows) {
         float* to = data.get();
         for (int64_t r = 0; r < rows; r++, to += width) {
-            const T* from = row_of<const T>(x, b, h, first + r);
+            const T* row = row_of<const T>(x, b, h, first + r);
             if (x.element == 1)
-                for (int64_t d = 0; d < width; d++) to[d] = widened(from[d]);
+                for (int64_t d = 0; d < width; d++) to[d] = widened(row[d]);
             else
-                for (int64_t d = 0; d < width; d++) to[d] = widened(from[d * x.element]);
+                for (int64_t d = 0; d < width; d++) to[d] = widened(row[d * x.element]);
         }
+        std::memset(to, 0, (TILE - rows) * width * sizeof(float));
     }
 };
 
-// What a tensor's tiles are packed to, once per call, and which of them are finite.
+// What the key tiles of some heads are packed to, and which of them are finite.
 struct Panels {
-    int64_t tiles, size;
+    int64_t size;
     Buffer data;
     std::unique_ptr<bool[]> finite;
 
-    Panels(const Call& c, int64_t width)
-        : tiles(ceil_div(c.kv_len, TILE)), size(TILE * width),
-          data(buffer(c.batch * c.kv_heads * tiles * size)),
-          finite(new bool[c.batch * c.kv_heads * tiles]) {}
+    Panels(int64_t tiles, int64_t width)
+        : size(TILE * width), data(buffer(tiles * size)), finite(new bool[tiles]) {}
 
     float* at(int64_t tile) const { return data.get() + tile * size; }
 };
+
+// Key heads are taken a few at a time, so that what is packed of them is still in the cache when it
+// is read, and memory is reused; yet enough to give every thread its share.
+constexpr int64_t CACHE_BYTES = 8 << 20;
+
+inline int64_t heads_at_once(const Call& c, int64_t bytes_of_head, int64_t tasks_of_head,
+                             int64_t tasks_of_thread) {
+    const int64_t small = CACHE_BYTES / std::max<int64_t>(bytes_of_head, 1);
+    const int64_t busy = ceil_div(c.threads * tasks_of_thread, std::max<int64_t>(tasks_of_head, 1));
+    return std::clamp<int64_t>(std::max(small, busy), 1, std::max<int64_t>(c.batch * c.kv_heads, 1));
+}
 
 // Which key tiles of each plane some query sees: [planes][tiles].
 inline std::vector<char> seen_tiles(const Call& c) {
@@ -169,22 +200,22 @@ inline std::vector<char> seen_tiles(const Call& c) {
     return seen;
 }
 
-// Calls `each(b, g, j, tile, rows)` for every tile of the keys that some query of the head's group
-// sees; tiles are numbered over all heads. Whether there was memory.
+// Calls `each(b, g, j, tile, rows)` for every tile of key heads [first, last) that some query of the
+// head's group sees; tiles are numbered over these heads. Whether there was memory.
 template <typename Each>
-bool for_key_tiles(const Call& c, Each each) {
-    const int64_t tiles = ceil_div(c.kv_len, TILE), count = c.batch * c.kv_heads * tiles;
-    const int64_t group = c.heads / std::max<int64_t>(c.kv_heads, 1);
-    const std::vector<char> seen = seen_tiles(c);
+bool for_key_tiles(const Call& c, const std::vector<char>& seen, int64_t first, int64_t last,
+                   Each each) {
+    const int64_t tiles = ceil_div(c.kv_len, TILE), group = c.heads / c.kv_heads;
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)
     {
         Widened rows(std::max(c.head_dim, c.value_dim));
         failed |= !rows.data;
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < count; n++) {
+        for (int64_t n = 0; n < (last - first) * tiles; n++) {
             if (failed) continue;
-            const int64_t b = n / tiles / c.kv_heads, g = n / tiles % c.kv_heads, j = n % tiles;
+            const int64_t head = first + n / tiles, b = head / c.kv_heads, g = head % c.kv_heads;
+            const int64_t j = n % tiles;
             bool needed = false;
             for (int64_t h = g * group; h < (g + 1) * group; h++)
                 needed |= seen[plane_of(c, b, h) * tiles + j];

@@ -98,6 +98,32 @@ inline void multiply(const float* __restrict a, const float* __restrict b, float
     }
 }
 
+typedef float Four __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define FLEXCP_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t FourPlaces __attribute__((vector_size(16)));
+#define FLEXCP_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, FourPlaces{__VA_ARGS__})
+#endif
+
+// to[d][r] = factor * from[r][d], of 4 x 4 numbers.
+inline void transpose_4(const float* from, int64_t from_row, float* to, int64_t to_row,
+                        float factor) {
+    Four x[4];
+    for (int r = 0; r < 4; r++) {
+        std::memcpy(&x[r], from + r * from_row, sizeof x[r]);
+        x[r] *= factor;
+    }
+    const Four low0 = FLEXCP_SHUFFLE(x[0], x[1], 0, 4, 1, 5);
+    const Four high0 = FLEXCP_SHUFFLE(x[0], x[1], 2, 6, 3, 7);
+    const Four low1 = FLEXCP_SHUFFLE(x[2], x[3], 0, 4, 1, 5);
+    const Four high1 = FLEXCP_SHUFFLE(x[2], x[3], 2, 6, 3, 7);
+    const Four y[4] = {
+        FLEXCP_SHUFFLE(low0, low1, 0, 1, 4, 5), FLEXCP_SHUFFLE(low0, low1, 2, 3, 6, 7),
+        FLEXCP_SHUFFLE(high0, high1, 0, 1, 4, 5), FLEXCP_SHUFFLE(high0, high1, 2, 3, 6, 7)};
+    for (int d = 0; d < 4; d++) std::memcpy(to + d * to_row, &y[d], sizeof y[d]);
+}
+
 struct Free {
     void operator()(void* p) const { std::free(p); }
 };
