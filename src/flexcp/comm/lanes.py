@@ -11,14 +11,76 @@ comes to it next makes a new one together with the others.
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from flexcp.comm.agreement import Statement
 from flexcp.comm.faults import answered
-from flexcp.comm.labels import PassLabel
+from flexcp.comm.labels import PassLabel, RoundLabel
 from flexcp.comm.process_calls import ProcessCalls
-from flexcp.errors import FlexCPError
+from flexcp.errors import FlexCPError, peer_error
+
+_GATES = 32
+"""Collectives between two uses of one entry of the board; no rank is so far ahead of another."""
+_BROKEN = "broken"
+
+
+@dataclass(eq=False)
+class Lane:
+    """A group for the collectives of some ranks."""
+
+    group: dist.ProcessGroup
+    calls: ProcessCalls
+    name: str
+    """Of its ranks and of how often it was made anew."""
+    guarded: bool
+    _passed: list[str] = field(default_factory=lambda: [""] * _GATES)
+    """What this rank has said at each entry, last."""
+    _number: int = 0
+
+    def enter(self, label: RoundLabel) -> bool:
+        """Says that this rank comes to a collective; False if the lane is broken.
+
+        Raises if another rank has come to another one.
+        """
+        if not self.guarded:
+            return True
+        gate = self._number % _GATES
+        said = f"{self._number}|{label.tag}|{label.pass_.key}|{label}"
+        key = f"flexcp/lane/{self.name}/{gate}"
+        found: str = self.calls.store.compare_set(key, self._passed[gate], said).decode()
+        if found == _BROKEN:
+            return False
+        if found != said:
+            failure = self.calls.failure(label.pass_, str(label))
+            if failure is not None:
+                raise failure  # the others are right to be elsewhere
+            _, _, their_pass, their_label = found.split("|", 3)
+            self.leave_broken()
+            if self.calls.has_failed(their_pass):
+                return False  # those who are there still will hear of it
+            raise self._in_another(label, their_pass, their_label)
+        self._passed[gate] = said
+        self._number += 1
+        return True
+
+    def leave_broken(self) -> None:
+        """Says that a collective of the lane will never end."""
+        if self.guarded:
+            for gate in range(_GATES):
+                self.calls.store.set(f"flexcp/lane/{self.name}/{gate}", _BROKEN)
+
+    def _in_another(self, label: RoundLabel, their_pass: str, their_label: str) -> FlexCPError:
+        """The error of a rank that comes to another collective; it is told to those who wait."""
+        own = f"rank {self.calls.rank} is in {label} while others are in {their_label}"
+        self.calls.say(their_pass, Statement(failed=own))
+        return peer_error(
+            "all ranks to come to the same collective",
+            own,
+            "make the same calls, forward and backward, in the same order on every rank",
+        )
 
 
 def make_lane_group(

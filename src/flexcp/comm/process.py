@@ -1,7 +1,7 @@
 """The transport between processes: torch.distributed, asynchronous.
 
 Gloo's messages carry tags; NCCL's carry digests behind the rows (`digests.py`). Collectives are
-torch's own, in lanes (`lanes.py`).
+torch's own, in lanes (`lanes.py`), but for gloo's all-to-all.
 
 Gloo's handles can neither be asked whether they are done nor told to give up, and one that is
 waited for too long closes every connection of the group. So each is waited for by a thread without
@@ -15,83 +15,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.comm import process_calls
-from flexcp.comm.agreement import Statement
 from flexcp.comm.faults import lost
 from flexcp.comm.interface import Messages, Pending
 from flexcp.comm.labels import RoundLabel
-from flexcp.comm.lanes import group_of_mesh, make_lane_group
+from flexcp.comm.lanes import Lane, group_of_mesh, make_lane_group
 from flexcp.comm.process_calls import ProcessCalls, calls_of
 from flexcp.errors import FlexCPError, peer_error
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _FOREVER = datetime.timedelta(days=365)
-_GATES = 32
-"""Collectives between two uses of one entry of the board; no rank is so far ahead of another."""
-_BROKEN = "broken"
-
-
-@dataclass(eq=False)
-class Lane:
-    """A group for the collectives of some ranks."""
-
-    group: dist.ProcessGroup
-    calls: ProcessCalls
-    name: str
-    """Of its ranks and of how often it was made anew."""
-    guarded: bool
-    _passed: list[str] = field(default_factory=lambda: [""] * _GATES)
-    """What this rank has said at each entry, last."""
-    _number: int = 0
-
-    def enter(self, label: RoundLabel) -> bool:
-        """Says that this rank comes to a collective; False if the lane is broken.
-
-        Raises if another rank has come to another one.
-        """
-        if not self.guarded:
-            return True
-        gate = self._number % _GATES
-        said = f"{self._number}|{label.tag}|{label.pass_.key}|{label}"
-        key = f"flexcp/lane/{self.name}/{gate}"
-        found: str = self.calls.store.compare_set(key, self._passed[gate], said).decode()
-        if found == _BROKEN:
-            return False
-        if found != said:
-            failure = self.calls.failure(label.pass_, str(label))
-            if failure is not None:
-                raise failure  # the others are right to be elsewhere
-            _, _, their_pass, their_label = found.split("|", 3)
-            self.leave_broken()
-            if self.calls.has_failed(their_pass):
-                return False  # those who are there still will hear of it
-            raise self._in_another(label, their_pass, their_label)
-        self._passed[gate] = said
-        self._number += 1
-        return True
-
-    def leave_broken(self) -> None:
-        """Says that a collective of the lane will never end."""
-        if self.guarded:
-            for gate in range(_GATES):
-                self.calls.store.set(f"flexcp/lane/{self.name}/{gate}", _BROKEN)
-
-    def _in_another(self, label: RoundLabel, their_pass: str, their_label: str) -> FlexCPError:
-        """The error of a rank that comes to another collective; it is told to those who wait."""
-        own = f"rank {self.calls.rank} is in {label} while others are in {their_label}"
-        self.calls.say(their_pass, Statement(failed=own))
-        return peer_error(
-            "all ranks to come to the same collective",
-            own,
-            "make the same calls, forward and backward, in the same order on every rank",
-        )
 
 
 class _Nothing:
@@ -252,6 +192,10 @@ class ProcessTransport:
     rank: int
     """This rank."""
 
+    swaps_in_pairs: ClassVar[bool] = True
+    """Whether an all-to-all of gloo is messages between pairs. Gloo's own asks for what it is to
+    receive only behind what it sends, so that a slow link carries one direction after the other."""
+
     @classmethod
     def of_mesh(cls, mesh: Any) -> Self:
         """The transport of a DeviceMesh of one or two dimensions, or of such a part of one."""
@@ -342,6 +286,13 @@ class ProcessTransport:
         label: RoundLabel,
     ) -> Pending:
         """Starts to send a part of x to each of `ranks`, this one included, and to fill out."""
+        if self.swaps_in_pairs and self.carries_tags(x):
+            to = dict(zip(ranks, x.detach().split(list(gives)), strict=True))
+            come = dict(zip(ranks, out.detach().split(list(takes)), strict=True))
+            come.pop(self.rank).copy_(to.pop(self.rank))
+            nearest = sorted(to, key=lambda peer: (peer - self.rank) % self.world_size)
+            sends, receives = ([(peer, x[peer]) for peer in nearest] for x in (to, come))
+            return self.exchange(sends, receives, label=label)
         start = partial(self.start_all_to_all, out, x, list(takes), list(gives))
         return self._collective(ranks, (out, x), label, start)
 

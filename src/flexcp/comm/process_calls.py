@@ -44,7 +44,7 @@ class ProcessCalls(Calls):
         self.waits = Waits(self.rank, board)
         self.store: Any = store
         self.lanes: dict[Any, Any] = {}
-        """Groups for collectives, by their ranks and device; see `process.Lane`."""
+        """Groups for collectives, by their ranks and device; see `lanes.Lane`."""
         self.derived = Derived()
         """What transports over the group share."""
 

@@ -54,6 +54,8 @@ class _FunctionalWork:
 class FunctionalTransport(ProcessTransport):
     """A transport whose collectives are torch's functional ones."""
 
+    swaps_in_pairs = False
+
     def start_all_gather(self, out: Tensor, x: Tensor, group: dist.ProcessGroup) -> _FunctionalWork:
         """A functional all-gather."""
         size, name = group.size(), group.group_name
