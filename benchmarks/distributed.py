@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ import torch.distributed as dist
 from distributed_report import ALONE, MASKS, Row, line, merged, plot, read, table
 from documents import packed_document_lengths
 from torch import Tensor
+from watch import Watch
 
 import flexcp
 from flexcp import masks, testing
@@ -66,72 +66,6 @@ def inputs(tokens: int) -> list[Tensor]:
     """q, k, v and the gradient of the output, whole, the same on every rank."""
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(1, HEADS, tokens, DIM, generator=draw) for _ in range(4)]
-
-
-@dataclass
-class Traffic:
-    """What a transport did, and how long it was waited for."""
-
-    waited: float = 0.0
-    received: int = 0
-    again: list[Callable[[], Any]] = field(default_factory=list)
-    """Starts each of the transfers once more, on other memory."""
-
-
-class Watch:
-    """Notes every transfer of a plan's transport, and can run the same transfers alone."""
-
-    def __init__(self, plan: flexcp.Plan) -> None:
-        self.transport: Any = plan.ranks.transport
-        self.seen = Traffic()
-        for name in ("exchange", "all_gather", "all_to_all"):
-            start = getattr(self.transport, name)
-            vars(self.transport)[name] = partial(getattr(self, f"_{name}"), start)
-
-    def reset(self) -> None:
-        self.seen = Traffic()
-
-    def _exchange(self, start: Any, sends: Any, receives: Any, *, label: Any) -> Any:
-        received = sum(x.nbytes for _, x in receives)
-        copies = [[(peer, torch.zeros_like(x)) for peer, x in xs] for xs in (sends, receives)]
-        again = partial(start, *copies, label=label)
-        return self._noted(start(sends, receives, label=label), received, again)
-
-    def _all_gather(self, start: Any, out: Tensor, x: Tensor, *, label: Any) -> Any:
-        again = partial(start, torch.zeros_like(out), torch.zeros_like(x), label=label)
-        return self._noted(start(out, x, label=label), out.nbytes - x.nbytes, again)
-
-    def _all_to_all(
-        self, start: Any, out: Tensor, x: Tensor, takes: Any, gives: Any, ranks: Any, *, label: Any
-    ) -> Any:
-        rest = (takes, gives, ranks)
-        own = takes[list(ranks).index(self.transport.rank)] * out.element_size()
-        again = partial(start, torch.zeros_like(out), torch.zeros_like(x), *rest, label=label)
-        return self._noted(start(out, x, *rest, label=label), out.nbytes - own, again)
-
-    def _noted(self, pending: Any, received: int, again: Callable[[], Any]) -> Any:
-        self.seen.received += received
-        self.seen.again.append(again)
-        return _Watched(pending, self.seen)
-
-    def alone(self) -> float:
-        """Seconds of the same transfers without any compute."""
-        dist.barrier()
-        begin = time.perf_counter()
-        for again in self.seen.again:
-            again().wait()
-        return time.perf_counter() - begin
-
-
-@dataclass
-class _Watched:
-    pending: Any
-    seen: Traffic
-
-    def wait(self) -> None:
-        begin = time.perf_counter()
-        self.pending.wait()
-        self.seen.waited += time.perf_counter() - begin
 
 
 @dataclass
