@@ -1,5 +1,7 @@
 """Plans for links that are slow beside compute: what moves less, or crosses nodes once, wins."""
 
+from dataclasses import replace
+
 import torch
 
 import flexcp
@@ -19,6 +21,23 @@ def test_auto_is_no_slower_than_a_window_in_plain_order():
     plain = make_plan(window, 4096, 4, layout="contiguous", **options).stats()
     assert auto.predicted_seconds <= plain.predicted_seconds
     assert max(auto.bytes_received_per_rank) <= max(plain.bytes_received_per_rank)
+
+
+def test_an_exchange_over_a_slow_link_is_cut_into_more_rounds_than_memory_asks_for():
+    documents = masks.causal() & masks.document(lengths=[2900, 500, 396, 300])
+    slower = replace(SLOW, inter_bandwidth=2e7)
+    options = {"num_heads": 1, "head_dim": 512, "dtype": torch.float32, "machine": slower}
+    plan = make_plan(documents, 4096, 4, **options)
+    schedule = plan.schedule_of()
+    received, own = schedule.forward.moves.received(4), int(schedule.layout.counts.max())
+    assert schedule.outer_schedule == "exchange"
+    assert schedule.forward.rounds > 1 + -(-int(received.max()) // own)
+    by_round = torch.zeros(schedule.forward.rounds, 4, dtype=torch.int64)
+    moves = schedule.forward.moves
+    by_round.index_put_((moves.round, moves.target), moves.rows, accumulate=True)
+    even = by_round[1:].double().mean(0)
+    assert bool(((by_round[1:] - even).abs() <= 3).all()), "a row of each message at most"
+    plan.check()
 
 
 def global_batch(mesh):

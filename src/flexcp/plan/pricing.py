@@ -76,6 +76,7 @@ class Pricing:
             own_work = self._work.own(needs.layout)
             found += self._with_kept(make(name, few_rounds=1, own_work=own_work), kept=kept)
             self._limit = min(self._limit, Objective.enough * found[-1][0].seconds)
+            found += self._in_more_parts(partial(make, name, own_work=own_work), found[0], kept)
             if dense:  # then messages are fewer by ring distance
                 found += self._with_kept(make(name), kept=kept)
         yield from found
@@ -98,6 +99,27 @@ class Pricing:
         found = [self._priced(schedule.with_kept_kv())] if kept else []
         if not kept or found[0][0].seconds <= self._limit:
             found.append(self._priced(schedule))
+        return found
+
+    def _in_more_parts(
+        self, make: Callable[..., Schedule], former: tuple[Cost, Schedule], kept: bool
+    ) -> list[tuple[Cost, Schedule]]:
+        """An exchange in twice as many rounds, and again, as long as that takes clearly less.
+
+        Where transfers are waited for, little is left to compute once the last rows have arrived,
+        and the first gradients leave early.
+        """
+        found: list[tuple[Cost, Schedule]] = []
+        while former[0].seconds > (1 + Objective.small) * former[0].compute:
+            parts = 2 * (former[1].forward.rounds - 1)
+            if parts < 2 or self._seconds_of(parts) > self._limit:
+                break
+            schedule = make(few_rounds=parts)
+            new = self._priced(schedule.with_kept_kv() if kept else schedule)
+            if new[0].seconds * Objective.enough > former[0].seconds:
+                break
+            found.append(new)
+            former = new
         return found
 
     def _least_at_once(self, needs: Needs) -> float:
