@@ -198,56 +198,55 @@ class Deal:
 
     def after(
         self, giver: Share, taker: Share, given: Sequence[Piece], back: Sequence[Piece]
-    ) -> list[tuple[int, float, int]]:
+    ) -> tuple[tuple[int, float, int], tuple[int, float, int]]:
         """Rows that each of two ranks would receive and send after a trade, and its stretches."""
-        found = [[s.needs, s.sends, s.count] for s in (giver, taker)]
+        span, sizes = self.documents.span, self.documents.sizes
+        needs, needs_low = giver.needs, taker.needs
+        sends, sends_low = giver.sends, taker.sends
+        count, count_low = giver.count, taker.count
         for document, (gone, come) in _by_document(given, back).items():
-            moved = total = self.moved.get(document, 0)
-            size, rows = self.documents.sizes[document], []
-            for share, of in zip((giver, taker), found, strict=True):
-                old = share.runs.get(document, _NONE)
-                new = _changed(old, gone, come)
-                span = self.documents.span(document, new)
-                more = needs(span) - share.needed.get(document, 0)
-                total += more
-                of[0] += more
-                of[2] += len(new) - len(old)
-                if moved and old:
-                    of[1] -= moved * share.spans[document][2] / size
-                rows.append(span[2])
-                gone, come = come, gone
-            if total:
-                for of, have in zip(found, rows, strict=True):
-                    of[1] += total * have / size
-        return [(int(received), sent, int(count)) for received, sent, count in found]
+            moved, size = self.moved.get(document, 0), sizes[document]
+            old, old_low = giver.runs.get(document, _NONE), taker.runs.get(document, _NONE)
+            new, new_low = _changed(old, gone, come), _changed(old_low, come, gone)
+            low, high, own = span(document, new)
+            more = high - low - own - giver.needed.get(document, 0)
+            low, high, own_low = span(document, new_low)
+            more_low = high - low - own_low - taker.needed.get(document, 0)
+            needs += more
+            needs_low += more_low
+            count += len(new) - len(old)
+            count_low += len(new_low) - len(old_low)
+            if moved and old:
+                sends -= moved * giver.spans[document][2] / size
+            if moved and old_low:
+                sends_low -= moved * taker.spans[document][2] / size
+            if total := moved + more + more_low:
+                sends += total * own / size
+                sends_low += total * own_low / size
+        return (needs, sends, count), (needs_low, sends_low, count_low)
 
     def _change(self, share: Share, gone: Sequence[Piece], come: Sequence[Piece]) -> None:
-        for document, (less, more) in _by_document(gone, come).items():
-            new = _changed(share.runs.pop(document, _NONE), less, more)
-            share.spans.pop(document, None)
-            moved = self.moved.pop(document, 0) - share.needed.pop(document, 0)
-            sharers = self.sharers.setdefault(document, [])
-            if share in sharers:
-                sharers.remove(share)
+        changed, before, span = _by_document(gone, come), self.documents.before, self.documents.span
+        by_area = [entry for entry in share.by_area if entry[1][0] not in changed]
+        for document, (less, more) in changed.items():
+            new, sharers = _changed(share.runs.pop(document, _NONE), less, more), self.sharers
+            rows = -share.needed.pop(document, 0)
+            if share.spans.pop(document, None):
+                sharers[document].remove(share)
             if new:
                 share.runs[document] = new
-                share.spans[document] = self.documents.span(document, new)
-                share.needed[document] = needs(share.spans[document])
-                moved += share.needed[document]
-                sharers.append(share)
-            if moved:
-                self.moved[document] = moved
-        before = self.documents.before
-        share.units = None
-        share.by_area = sorted(
-            (before[b] - before[a], (document, a, b))
-            for document, runs in share.runs.items()
-            for a, b in runs
-        )
-        share.tokens += sum(b - a for _, a, b in come) - sum(b - a for _, a, b in gone)
+                share.spans[document] = low, high, own = span(document, new)
+                share.needed[document] = high - low - own
+                rows += high - low - own
+                sharers.setdefault(document, []).append(share)
+                by_area += [(before[b] - before[a], (document, a, b)) for a, b in new]
+            if rows:
+                share.needs += rows
+                self.moved[document] = self.moved.get(document, 0) + rows
+        by_area.sort()
+        share.units, share.by_area, share.count = None, by_area, len(by_area)
+        share.tokens += sum([b - a for _, a, b in come]) - sum([b - a for _, a, b in gone])
         share.area += self.pairs(come) - self.pairs(gone)
-        share.needs = sum(share.needed.values())
-        share.count = len(share.by_area)
 
 
 def _by_document(
@@ -257,7 +256,9 @@ def _by_document(
     found: dict[int, tuple[list[Run], list[Run]]] = {}
     for side, pieces in enumerate((gone, come)):
         for document, start, stop in pieces:
-            found.setdefault(document, ([], []))[side].append((start, stop))
+            if document not in found:
+                found[document] = ([], [])
+            found[document][side].append((start, stop))
     return found
 
 
@@ -266,10 +267,13 @@ def _changed(runs: list[Run], gone: list[Run], come: list[Run]) -> list[Run]:
     if runs == gone:
         runs = []
     for a, b in gone if runs else ():
-        parts = (
-            part for start, stop in runs for part in ((start, min(stop, a)), (max(start, b), stop))
-        )
-        runs = [part for part in parts if part[0] < part[1]]
+        left: list[Run] = []
+        for start, stop in runs:
+            if start < a:
+                left.append((start, min(stop, a)))
+            if b < stop:
+                left.append((max(start, b), stop))
+        runs = left
     if not come or (not runs and len(come) == 1):
         return come or runs
     found: list[Run] = []

@@ -132,14 +132,13 @@ class Documents:
         if end - begin <= coarse:
             whole = [(begin, end)]
             return (whole, []) if self.areas[document] > mean * (end - begin) else ([], whole)
-        before, size = self._before[begin : end + 1], end - begin
-        heavy = before.diff() > mean
-        edges = torch.nonzero(heavy[1:] != heavy[:-1]).squeeze(1) + 1
+        before, size = self._before.numpy()[begin : end + 1], end - begin
+        heavy = before[1:] - before[:-1] > mean
+        edges = np.flatnonzero(heavy[1:] != heavy[:-1]) + 1
         first_heavy = bool(heavy[0])
-        if edges.numel() > 2 * (size // coarse):
-            cells = torch.arange(0, size, coarse)
-            ends = torch.cat([cells[1:], torch.tensor([size])])
-            above = (before[ends] - before[cells]) > mean * (ends - cells)
+        if edges.size > 2 * (size // coarse):
+            ends = np.append(np.arange(coarse, size, coarse), size)
+            above = np.diff(before[ends], prepend=before[0]) > mean * np.diff(ends, prepend=0)
             edges = ends[:-1][above[1:] != above[:-1]]
             first_heavy = bool(above[0])
         bounds = [begin, *(edges + begin).tolist(), end]

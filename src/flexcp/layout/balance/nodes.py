@@ -23,7 +23,7 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
         nodes[node].append(rank)
         room[node] -= 1
 
-    for document in sorted(deal.moved, key=lambda d: (-deal.moved[d], d)):
+    for _, document in sorted((-rows, d) for d, rows in deal.moved.items() if rows):
         sharers = sorted(share.rank for share in deal.sharers[document])
         new = [rank for rank in sharers if rank not in node_of]
         near = [node_of[rank] for rank in sharers if rank in node_of]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
-
-import numpy as np
 
 from flexcp.layout.balance.documents import Documents, Piece, mixed, shares
 from flexcp.layout.balance.objective import Objective
@@ -84,38 +82,36 @@ class _Packing:
     ) -> None:
         self._documents, self._small = documents, objective.small
         self._parts: Parts = [[] for _ in counts]
-        self._room = np.array(counts)
         self._most = max(1, *counts)
         self._coarse = max(1, round(min(counts) * objective.small))
         self._filler, filled = filler, filler * documents.work.seq_len / len(counts)
         self._mean = max(documents.total / len(counts) - filled, 1e-9)
         self._limit = objective.enough * (self._mean + filled) - filled
-        self._work = np.zeros(len(counts))  # beyond that of as many of the lightest rows
+        # Work, beyond that of as many of the lightest rows; room, negative; rank.
+        self._state = [(0.0, -count, rank) for rank, count in enumerate(counts)]
+        self._order = sorted(self._state)
 
     def packed(self, *, tails: bool) -> Parts:
         """Everything that is left, then the parts."""
-        documents, room, works = self._documents, self._room, self._work
-        items = [
-            (-documents.areas[d], d, documents.edges[d], documents.edges[d + 1])
-            for d in range(len(documents))
-        ]
+        documents, edges, order = self._documents, self._documents.edges, self._order
+        items = [(-area, d, edges[d], edges[d + 1]) for d, area in enumerate(documents.areas)]
         heapq.heapify(items)
         while items:
             negative, d, start, stop = heapq.heappop(items)
             size = stop - start
             work = -negative - self._filler * size
-            chosen = int(np.where(room >= size, works, math.inf).argmin())
-            fits = room[chosen] >= size
-            if size == documents.sizes[d] and not (fits and works[chosen] + work <= self._limit):
+            least, _, chosen = next((x for x in order if -x[1] >= size), (0.0, 0, -1))
+            fits = chosen >= 0
+            if size == documents.sizes[d] and not (fits and least + work <= self._limit):
                 must = work > self._mean or not (fits or tails)
-                least = max(2, -int(-max(work / self._mean, size / self._most) // 1))
-                few = self._few(d, len(room) if must else least)
+                fewest = max(2, -int(-max(work / self._mean, size / self._most) // 1))
+                few = self._few(d, len(order) if must else fewest)
                 if len(few) > 1 or (few and must):
                     self._level(d, few)
                     continue
             if not fits:  # its last rows go where there is most work to do, its first wait
-                wide = room >= min(self._small * size, room.max())
-                chosen = int(np.where(wide, works, math.inf).argmin())
+                wide = min(self._small * size, -min(room for _, room, _ in order))
+                chosen = next(rank for _, room, rank in order if -room >= wide)
                 rows = self._tail(start, stop, chosen)
                 heapq.heappush(items, (-documents.area(start, stop - rows), d, start, stop - rows))
                 start = stop - rows
@@ -124,9 +120,8 @@ class _Packing:
 
     def _tail(self, start: int, stop: int, rank: int) -> int:
         """How many of the last rows of a stretch a rank has room for, in tokens and work."""
-        before, filler = self._documents.before, self._filler
-        room = min(int(self._room[rank]), stop - start - 1)
-        free = max(0.0, float(self._limit - self._work[rank]))
+        before, filler, (work, taken, _) = self._documents.before, self._filler, self._state[rank]
+        room, free = min(-taken, stop - start - 1), max(0.0, self._limit - work)
         least, most = 0, room
         while least < most:
             rows = (least + most + 1) // 2
@@ -141,19 +136,18 @@ class _Packing:
 
         None if they are more than `most`; all ranks if those are not enough.
         """
-        work, room, density = self._work, self._room, self._density(d)
+        limit, order, density = self._limit, self._order, self._density(d)
         rows = self._documents.sizes[d]
-        if most < room.size and most * (self._limit - work.min()) < density * rows * (1 - 1e-9):
+        goal = density * rows * (1 - 1e-9)
+        if most < len(order) and most * (limit - order[0][0]) < goal:
             return []
-        order = np.lexsort((-room, work))
-        order = order[room[order] > 0]
-        first = order[:most]
-        free = np.clip(self._limit - work[first], 0.0, room[first] * density).cumsum()
-        met = (free >= density * rows * (1 - 1e-9)) & (room[first].cumsum() >= rows)
-        found: list[int] = order.tolist()
-        if met.any():
-            return found[: int(met.argmax()) + 1]
-        return found if most >= order.size else []
+        free, have, found = 0.0, 0, [(work, -room, rank) for work, room, rank in order if room]
+        for count, (work, room, _) in enumerate(found[:most], 1):
+            free += min(max(limit - work, 0.0), room * density)
+            have += room
+            if free >= goal and have >= rows:
+                return [rank for _, _, rank in found[:count]]
+        return [rank for _, _, rank in found] if most >= len(found) else []
 
     def _density(self, d: int) -> float:
         """Work of a document per row, beyond that of the lightest rows."""
@@ -162,11 +156,11 @@ class _Packing:
     def _level(self, d: int, chosen: Sequence[int]) -> None:
         """Shares a document between ranks so that their work is level."""
         size, density = self._documents.sizes[d], self._density(d)
-        work, room = self._work[chosen].tolist(), self._room[chosen].tolist()
+        state = [self._state[rank] for rank in chosen]
 
         # Ranks in the order in which a rising level reaches them, and fills their room.
-        edges = [(w, 1.0) for w in work]
-        edges += [(w + density * r, -1.0) for w, r in zip(work, room, strict=True)]
+        edges = [(w, 1.0) for w, _, _ in state]
+        edges += [(w - density * r, -1.0) for w, r, _ in state]
         edges.sort()
         given, level, width = 0.0, edges[0][0], 0.0
         for edge, more in edges:
@@ -175,27 +169,23 @@ class _Packing:
             given, level, width = given + width * (edge - level), edge, width + more
         if width > 0.5:
             level += max(0.0, density * size - given) / width
-        rows = [
-            min(float(r), max(0.0, level - w) / density) for w, r in zip(work, room, strict=True)
-        ]
-        self._share(d, chosen, rows)
+        self._share(d, chosen, [min(float(-r), max(0.0, level - w) / density) for w, r, _ in state])
 
     def _share(self, d: int, chosen: Sequence[int], rows: Sequence[float]) -> None:
         """Gives ranks so many rows of a document each, about; who has room gets what is left."""
-        left = self._documents.sizes[d]
+        left, state = self._documents.sizes[d], self._state
         scale, given = left / max(sum(rows), 1e-12), 0.0
         tokens = dict.fromkeys(chosen, 0)
         for rank, part in zip(chosen, rows, strict=True):
             given += part * scale
             due = round(given) - (self._documents.sizes[d] - left)
-            tokens[rank] = min(int(self._room[rank]), max(0, due), left)
+            tokens[rank] = min(-state[rank][1], max(0, due), left)
             left -= tokens[rank]
-        for rank in (*chosen, *np.argsort(-self._room, kind="stable").tolist()):
-            if left == 0:
-                break
-            more = min(left, int(self._room[rank]) - tokens.get(rank, 0))
-            tokens[rank] = tokens.get(rank, 0) + more
-            left -= more
+        if left:
+            for rank in (*chosen, *sorted(range(len(state)), key=lambda rank: state[rank][1])):
+                more = min(left, -state[rank][1] - tokens.get(rank, 0))
+                tokens[rank] = tokens.get(rank, 0) + more
+                left -= more
         counts = {rank: count for rank, count in tokens.items() if count}
         pieces = shares(self._documents, d, list(counts.values()), self._coarse)
         for rank, own in zip(counts, pieces, strict=True):
@@ -203,6 +193,10 @@ class _Packing:
 
     def _give(self, rank: int, pieces: Sequence[Piece]) -> None:
         self._parts[rank] += pieces
+        work, room, _ = old = self._state[rank]
         for _, a, b in pieces:
-            self._room[rank] -= b - a
-            self._work[rank] += self._documents.area(a, b) - self._filler * (b - a)
+            room += b - a
+            work += self._documents.area(a, b) - self._filler * (b - a)
+        del self._order[bisect_left(self._order, old)]
+        self._state[rank] = (work, room, rank)
+        insort(self._order, self._state[rank])
