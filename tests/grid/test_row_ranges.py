@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcp import BlockGrid, Mask, build_block_grid, masks
-from flexcp.grid.row_ranges import row_areas, row_ranges
+from flexcp.grid.row_areas import row_areas
+from flexcp.grid.row_ranges import row_ranges
 from flexcp.layout import Layout, area_per_rank, rows_needed
 from flexcp.layout.work import Work
 

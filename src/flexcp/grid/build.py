@@ -5,10 +5,12 @@ from __future__ import annotations
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError, quote, whole_number
 from flexcp.grid.analysis.axis import Axis
-from flexcp.grid.analysis.descent import Descent
+from flexcp.grid.analysis.descent import Descent, Effort
 from flexcp.grid.analysis.measured import measure_mask
 from flexcp.grid.grid import BlockGrid
 from flexcp.grid.planes import Planes
+from flexcp.grid.range_tiles import tiles_of_ranges
+from flexcp.grid.row_ranges import RowRanges, read_row_ranges
 from flexcp.masks import Mask, MaskMod, as_mask, trace_mask
 
 
@@ -21,6 +23,7 @@ def build_block_grid(
     block_size: int | tuple[int, int] = 128,
     batch: int = 1,
     heads: int = 1,
+    by_rows: bool = False,
 ) -> BlockGrid:
     """Which tiles of the attention matrix are empty, partial or full.
 
@@ -32,6 +35,8 @@ def build_block_grid(
             be multiples of it.
         batch: Batch elements, for masks that depend on b.
         heads: Heads, for masks that depend on h.
+        by_rows: Look at every query first, as planning does anyway: where each sees one range of
+            keys, the tiles follow from those. The grid is the same.
 
     >>> from flexcp import masks
     >>> grid = build_block_grid(masks.causal() & masks.sliding_window(4096), 1 << 20)
@@ -49,6 +54,13 @@ def build_block_grid(
     batch, heads = _require_count("batch", batch), _require_count("heads", heads)
     graph = trace_mask(mask.mask_mod)
     planes = Planes.of_mask(graph, batch, heads)
+    if by_rows:
+        ranges = read_row_ranges(graph, planes, range(q_len), range(kv_len))
+        tiles = tiles_of_ranges(ranges, q_len, kv_len, size)
+        if tiles is not None:
+            grid = BlockGrid(q_len, kv_len, size, planes, tiles, mask, effort=Effort())
+            grid.derived.once(RowRanges, lambda: ranges)
+            return grid
     q = Axis.of_blocks(q_len, size[0])
     kv = q if (q_len, size[0]) == (kv_len, size[1]) else Axis.of_blocks(kv_len, size[1])
     descent = Descent(measure_mask(graph, planes, q, kv))

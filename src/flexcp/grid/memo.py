@@ -46,6 +46,7 @@ def grid_of_mask(
     batch: int = 1,
     heads: int = 1,
     block_size: tuple[int, int] = (128, 128),
+    by_rows: bool = False,
 ) -> BlockGrid:
     """As `build_block_grid`, but equal masks give the same grid for as long as it is kept.
 
@@ -58,19 +59,25 @@ def grid_of_mask(
     if mask.is_value:
         found = shared_grids.get((mask, sizes))
         if found is None:
-            found = shared_grids.add((mask, sizes), _built(mask, sizes))
+            found = shared_grids.add((mask, sizes), _built(mask, sizes, by_rows))
         return found
     own = mask.derived.once(GridsBySize, GridsBySize).grids
     grid = own.get(sizes)
     if grid is None:
-        grid = _built(mask, sizes)
+        grid = _built(mask, sizes, by_rows)
         own.add(sizes, grid)
     return grid
 
 
-def _built(mask: Mask, sizes: Sizes) -> BlockGrid:
+def _built(mask: Mask, sizes: Sizes, by_rows: bool) -> BlockGrid:
     q_len, kv_len, batch, heads, block_size = sizes
     with tensors_to_keep():
         return build_block_grid(
-            mask, q_len, kv_len, batch=batch, heads=heads, block_size=block_size
+            mask,
+            q_len,
+            kv_len,
+            batch=batch,
+            heads=heads,
+            block_size=block_size,
+            by_rows=by_rows,
         )

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from flexcp.grid.analysis.indexing import take
+from flexcp.grid.analysis.measured import run_mask
 from flexcp.grid.columns import MOST_RANGES, Column, intersection, union
 from flexcp.grid.grid import BlockGrid
+from flexcp.grid.planes import Planes
 from flexcp.masks import trace_mask
 from flexcp.masks.graph import INPUTS, MaskGraph, Ref
 
@@ -47,10 +49,14 @@ class KeyColumn:
 
         Between two of them, queries from a to b together see start[a] to stop[b - 1].
         """
-        start, stop = self.start, self.stop
-        goes_on = (start[1:] >= start[:-1]) & (stop[1:] >= stop[:-1]) & (start[1:] <= stop[:-1])
-        filled = start < stop
-        return torch.nonzero(~goes_on | (filled[1:] != filled[:-1])).squeeze(1) + 1
+        start, stop, found = self.start.numpy(), self.stop.numpy(), []
+        for first in range(0, start.size - 1, _TOGETHER):
+            last = min(first + _TOGETHER, start.size - 1)
+            begin, end = start[first : last + 1], stop[first : last + 1]
+            stays = (begin[1:] >= begin[:-1]) & (end[1:] >= end[:-1]) & (begin[1:] <= end[:-1])
+            filled = begin < end
+            found.append(np.flatnonzero(~stays | (filled[1:] != filled[:-1])) + first + 1)
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
 
     @cached_property
     def has_own_keys(self) -> bool:
@@ -82,19 +88,6 @@ class RowRanges:
         return sum(column.nbytes for plane in self.planes or () for column in plane)
 
 
-@dataclass(frozen=True, eq=False)
-class RowAreas:
-    """Allowed pairs of every query of every plane, if they are known."""
-
-    planes: Tensor | None
-    """int64 [planes, q_len]."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return 0 if self.planes is None else self.planes.nbytes
-
-
 def row_ranges(grid: BlockGrid) -> RowRanges:
     """The row ranges of a grid that was built from a mask, worked out on first use.
 
@@ -106,49 +99,39 @@ def row_ranges(grid: BlockGrid) -> RowRanges:
     return grid.derived.once(RowRanges, lambda: _of_grid(grid))
 
 
-def row_areas(grid: BlockGrid) -> RowAreas:
-    """The areas of a grid's rows, from its row ranges.
-
-    >>> import flexcp
-    >>> row_areas(flexcp.build_block_grid(flexcp.masks.causal(), 4)).planes
-    tensor([[1, 2, 3, 4]])
-    """
-    return grid.derived.once(RowAreas, lambda: _areas(grid))
-
-
-def _areas(grid: BlockGrid) -> RowAreas:
-    planes = row_ranges(grid).planes
-    if planes is None:
-        return RowAreas(None)
-    found = torch.zeros(len(planes), grid.q_len, dtype=torch.int64)
-    for area, columns in zip(found, planes, strict=True):
-        for column in columns:
-            area.add_(column.stop).sub_(column.start)
-    return RowAreas(found)
-
-
 def _of_grid(grid: BlockGrid) -> RowRanges:
     if grid.effort is None:  # its tiles may overrule the mask
         return RowRanges(None)
     graph = trace_mask(grid.mask.mask_mod)
-    planes = []
-    for b, h in zip(grid.planes.b, grid.planes.h, strict=True):
-        reader = _RangeReader(graph, b, h, torch.arange(grid.kv_start, grid.kv_start + grid.kv_len))
+    q = range(grid.q_start, grid.q_start + grid.q_len)
+    kv = range(grid.kv_start, grid.kv_start + grid.kv_len)
+    return read_row_ranges(graph, grid.planes, q, kv)
+
+
+def read_row_ranges(graph: MaskGraph, planes: Planes, queries: range, keys: range) -> RowRanges:
+    """The row ranges of a mask, if they can be read off its graph."""
+    kv, size = torch.arange(keys.start, keys.stop), len(queries)
+    every = []
+    for b, h in zip(planes.b, planes.h, strict=True):
+        reader = _RangeReader(graph, b, h, kv)
         found: dict[int, KeyColumn] = {}
-        for first in range(0, grid.q_len, _TOGETHER):
-            at = slice(first, min(first + _TOGETHER, grid.q_len))
-            q = torch.arange(grid.q_start + at.start, grid.q_start + at.stop)
+        for first in range(0, size, _TOGETHER):
+            at = slice(first, min(first + _TOGETHER, size))
+            q = torch.arange(queries.start + at.start, queries.start + at.stop)
             columns = reader.allowed(graph.output, q)
             if columns is None:
                 return RowRanges(None)
             for i, (start, stop) in enumerate(columns):
-                if bool((start < stop).any()):
+                if i in found or bool((start < stop).any()):
                     if i not in found:
-                        found[i] = KeyColumn(*torch.zeros(2, grid.q_len, dtype=torch.int64))
-                    found[i].start[at] = start
-                    found[i].stop[at] = stop
-        planes.append(tuple(found[i] for i in sorted(found)))
-    return RowRanges(tuple(planes))
+                        found[i] = KeyColumn(*torch.empty(2, size, dtype=torch.int64))
+                        found[i].start[: at.start], found[i].stop[: at.start] = 0, 0
+                    found[i].start[at], found[i].stop[at] = start, stop
+            for i in range(len(columns), max(found, default=-1) + 1):
+                if i in found:
+                    found[i].start[at], found[i].stop[at] = 0, 0
+        every.append(tuple(found[i] for i in sorted(found)))
+    return RowRanges(tuple(every))
 
 
 class _RangeReader:
@@ -225,7 +208,10 @@ class _RangeReader:
             return None
         zero = torch.zeros((), dtype=torch.int64)
         q, kv = (positions, zero) if axis == "q" else (zero, positions)
-        found = self._graph.evaluate_nodes((index,), self._b, self._h, q, kv)[0]
+        wanted = (index,)
+        found = run_mask(
+            lambda: self._graph.evaluate_nodes(wanted, self._b, self._h, q, kv)[0],
+        )
         return found.expand(positions.shape)
 
     def _by_key(self, index: int) -> list[Column] | None:

@@ -13,7 +13,7 @@ from flexcp.grid.analysis.indexing import in_parts
 from flexcp.grid.analysis.measured import MeasuredMask, measure_mask
 from flexcp.grid.grid import BlockGrid
 from flexcp.grid.planes import Planes
-from flexcp.grid.row_ranges import row_areas
+from flexcp.grid.row_areas import row_areas
 from flexcp.grid.runs import BlockKind, Runs
 from flexcp.masks import trace_mask
 
@@ -121,8 +121,10 @@ def areas_by_plane(grid: BlockGrid) -> Tensor:
     if by_token is None:
         return grid._plane_areas
     size = grid.block_size[0]
-    padded = torch.nn.functional.pad(by_token, (0, -grid.q_len % size))
-    return padded.view(len(grid.runs), -1, size).sum(2)
+    whole = grid.q_len - grid.q_len % size  # a copy with a last whole block would take longer
+    found = by_token[:, :whole].unflatten(1, (-1, size)).sum(2) if whole else by_token[:, :0]
+    rest = by_token[:, whole:].sum(1, keepdim=True)
+    return torch.cat([found, rest], dim=1) if whole < grid.q_len else found
 
 
 def runs_of_rows(runs: Runs, rows: Tensor) -> tuple[Tensor, Tensor]:

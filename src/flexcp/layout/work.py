@@ -12,7 +12,9 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
-from flexcp.grid.row_ranges import row_areas, row_ranges
+from flexcp.grid.analysis.indexing import take
+from flexcp.grid.row_areas import row_areas
+from flexcp.grid.row_ranges import row_ranges
 from flexcp.grid.rows import areas_by_plane, hull_of_tiles, tile_seams, token_areas
 from flexcp.layout.balance.objective import Objective
 from flexcp.layout.layout import Layout
@@ -98,13 +100,16 @@ class Work:
     @cached_property
     def _exact_rows(self) -> Tensor | None:
         """int64 [S + 1] Pairs of all rows before each; None if that takes a look at the tiles."""
-        total = torch.zeros(self.seq_len + 1, dtype=torch.int64)
+        total = torch.empty(self.seq_len + 1, dtype=torch.int64)
+        parts: list[tuple[Tensor, int]] = []
         for (grid, planes), weight in zip(self.planes, self.weights, strict=True):
             areas = row_areas(grid).planes
             if areas is None:
                 return None
-            for plane in planes:
-                total[1:].add_(areas[plane], alpha=int(weight[plane]))
+            parts += [(areas[plane], int(weight[plane])) for plane in planes]
+        total[: 1 if parts else None] = 0
+        for i, (areas, times) in enumerate(parts):
+            torch.mul(areas, times, out=total[1:]) if i == 0 else total[1:].add_(areas, alpha=times)
         return total.cumsum_(0)
 
     @cached_property
@@ -134,6 +139,8 @@ class Work:
 
     def until(self, edges: Tensor) -> Tensor:
         """int64 Pairs of all rows before some positions, exactly."""
+        if not bool((edges % self.block).any()):
+            return take(self.before, torch.div(edges, self.block, rounding_mode="floor"))
         if self._exact_rows is not None:
             return self._exact_rows[edges]
         edges, back = torch.unique(edges, return_inverse=True)

@@ -217,6 +217,7 @@ def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> Bl
             block_size=(block_size, block_size),
             batch=shape.batch,
             heads=shape.num_heads,
+            by_rows=True,
         )
     except IndexOutsideError as error:
         raise FlexCPError(
