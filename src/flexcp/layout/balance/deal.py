@@ -109,11 +109,6 @@ class Deal:
         level = max(s.cost - max(0.0, s.area - even) for s in self.shares)
         return self.price() - max(s.cost for s in self.shares) + level
 
-    def price_if_even(self) -> float:
-        """The price, with what ranks have too much: to even that out takes many times as much."""
-        over = sum(max(0.0, s.area - self.objective.even * self.mean) for s in self.shares)
-        return self.price() + over / self.objective.small / len(self.shares)
-
     def imbalance(self) -> float:
         """Largest over mean work."""
         return max(s.area for s in self.shares) / self.mean

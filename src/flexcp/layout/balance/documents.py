@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class Documents:
     @cached_property
     def total(self) -> int:
         """Pairs of all rows."""
-        return int(self._before[-1])
+        return int(self.rows[-1])
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -61,16 +61,18 @@ class Documents:
     @cached_property
     def areas(self) -> list[int]:
         """Pairs of each document."""
-        return torch.diff(self._before[torch.tensor(self.edges)]).tolist()
+        found: list[int] = np.diff(self.rows[self.edges]).tolist()
+        return found
 
-    @property
-    def _before(self) -> Tensor:
-        return self.work.before_rows
+    @cached_property
+    def rows(self) -> Any:
+        """int64 [S + 1] Work of all rows before each."""
+        return self.work.before_rows.numpy()
 
     @cached_property
     def before(self) -> Sequence[int]:
-        """Work of all rows before each."""
-        return _integers(self._before)  # kept with `work`
+        """Work of all rows before each, to be read one by one."""
+        return _integers(self.work.before_rows)
 
     @cached_property
     def hull(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -114,7 +116,7 @@ class Documents:
 
     def dense_rows(self, many: float) -> list[int]:
         """Rows with many times the work of the mean row."""
-        before, limit = self._before.numpy(), many * self.total / max(1, self.work.seq_len)
+        before, limit = self.rows, many * self.total / max(1, self.work.seq_len)
         found: list[int] = []
         for first in range(0, self.work.seq_len, 1 << 16):  # so few that they stay in the cache
             rows = np.diff(before[first : first + (1 << 16) + 1])
@@ -132,7 +134,7 @@ class Documents:
         if end - begin <= coarse:
             whole = [(begin, end)]
             return (whole, []) if self.areas[document] > mean * (end - begin) else ([], whole)
-        before, size = self._before.numpy()[begin : end + 1], end - begin
+        before, size = self.rows[begin : end + 1], end - begin
         heavy = before[1:] - before[:-1] > mean
         edges = np.flatnonzero(heavy[1:] != heavy[:-1]) + 1
         first_heavy = bool(heavy[0])

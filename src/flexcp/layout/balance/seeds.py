@@ -5,13 +5,52 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from flexcp.layout.balance.documents import Documents, Piece, mixed, shares
 from flexcp.layout.balance.objective import Objective
 
 Parts = list[list[Piece]]
 """The pieces of every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seed:
+    """All rows, dealt out to ranks, with what that costs."""
+
+    parts: Parts
+    price: float
+    """As it is; see `Deal.price`."""
+    if_even: float
+    """With what ranks have too much: to even that out takes many times as much."""
+
+    @classmethod
+    def of(cls, documents: Documents, objective: Objective, parts: Parts) -> Seed:
+        """Prices parts, all ranks and documents at once."""
+        table = [(rank, *piece) for rank, own in enumerate(parts) for piece in own]
+        rank, document, start, stop = np.array(table).T
+        before, (first, last) = documents.rows, (x.numpy() for x in documents.work.hull)
+        area = np.bincount(rank, before[stop] - before[start], len(parts))
+        # What a rank needs of a document goes from the first key that it sees to the last.
+        key = rank * len(documents) + document
+        order = np.argsort(key, kind="stable")
+        opens = np.flatnonzero(np.diff(key[order], prepend=-1))
+        own = np.add.reduceat((stop - start)[order], opens)
+        low, high = first[start[order]], last[stop[order] - 1]
+        needs = np.maximum.reduceat(high, opens) - np.minimum.reduceat(low, opens) - own
+        rank, document = rank[order[opens]], document[order[opens]]
+        moved = np.bincount(document, needs, len(documents))
+        sends = (moved / documents.sizes)[document] * own
+        received, sent = (np.bincount(rank, rows, len(parts)) for rows in (needs, sends))
+        pieces = np.array([len(own) for own in parts])
+        cost = objective.of_rank(area, np.maximum(received, sent), pieces, np.maximum)
+        mean = max(documents.total / len(parts), 1e-9)
+        price = cost.max() + objective.moved * objective.pairs_per_row * received.mean()
+        over = np.maximum(area - objective.even * mean, 0.0).mean() / objective.small
+        return cls(parts, float(price), float(price + over))
 
 
 def in_order(documents: Documents, counts: Sequence[int], dense: Sequence[int] = ()) -> Parts:
@@ -141,13 +180,17 @@ class _Packing:
         goal = density * rows * (1 - 1e-9)
         if most < len(order) and most * (limit - order[0][0]) < goal:
             return []
-        free, have, found = 0.0, 0, [(work, -room, rank) for work, room, rank in order if room]
-        for count, (work, room, _) in enumerate(found[:most], 1):
-            free += min(max(limit - work, 0.0), room * density)
-            have += room
-            if free >= goal and have >= rows:
-                return [rank for _, _, rank in found[:count]]
-        return [rank for _, _, rank in found] if most >= len(found) else []
+        free, have, found = 0.0, 0, list[int]()
+        for work, taken, rank in order:
+            if taken and len(found) == most:
+                return []
+            if taken:
+                found.append(rank)
+                free += min(max(limit - work, 0.0), -taken * density)
+                have -= taken
+                if free >= goal and have >= rows:
+                    return found
+        return found
 
     def _density(self, d: int) -> float:
         """Work of a document per row, beyond that of the lightest rows."""

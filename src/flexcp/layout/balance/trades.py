@@ -257,42 +257,41 @@ class _Turn:
         """The trade, with what keeps token counts within bounds, if it gains over `least_gain`."""
         deal, giver, price = self.deal, self.giver, self.objective.of_rank
         area = deal.pairs(given) - deal.pairs(back)
-        moved = sum(b - a for _, a, b in given) - sum(b - a for _, a, b in back)
+        moved = sum([b - a for _, a, b in given]) - sum([b - a for _, a, b in back])
         (least, most), (least_low, most_low) = deal.bounds[giver.rank], deal.bounds[taker.rank]
         few = max(least - giver.tokens + moved, taker.tokens + moved - most_low)
         many = max(giver.tokens - moved - most, least_low - taker.tokens - moved)
-        highest = max(
-            0 if many > 0 else giver.area - area,  # it gives more yet
-            0 if few > 0 else taker.area + area,
-        )
-        cost, rows = float(highest), -giver.needs - taker.needs
-        if few <= 0 and many <= 0 and len(given) <= 1 and len(back) <= 1:
+        had = giver.needs + taker.needs
+        if few > 0 or many > 0:
+            highest = taker.area + area if many > 0 else giver.area - area  # who gives more yet?
+            if (few > 0 and many > 0) or self._gain(highest, highest, -had) <= least_gain:
+                return None
+            if few > 0:
+                end = deal.light_end(taker, few, back, given)
+                given, back = _kept(given, back, end) if end else (given, back)
+            else:
+                end = deal.light_end(giver, many, given, back)
+                back, given = _kept(back, given, end) if end else (back, given)
+            if end is None:
+                return None
+            area = deal.pairs(given) - deal.pairs(back)
+        own_area, low_area = giver.area - area, taker.area + area
+        highest = cost = max(own_area, low_area)
+        rows = -had
+        if len(given) <= 1 and len(back) <= 1:
             own, low = self._least(giver, given, back), self._least(taker, back, given)
-            rows = own + low - giver.needs - taker.needs
-            cost = max(
-                price(giver.area - area, own, giver.count - 1),
-                price(taker.area + area, low, taker.count - 1),
-            )
+            rows = own + low - had
+            cost = max(price(own_area, own, giver.count - 1), price(low_area, low, taker.count - 1))
         if self._gain(highest, cost, rows) <= least_gain:
             return None
-        if few > 0:
-            end = deal.light_end(taker, few, back, given) if many <= 0 else None
-            if end is None:
-                return None
-            given, back = _kept(given, back, end)
-        elif many > 0:
-            end = deal.light_end(giver, many, given, back)
-            if end is None:
-                return None
-            back, given = _kept(back, given, end)
-        area = deal.pairs(given) - deal.pairs(back)
-        highest = max(giver.area - area, taker.area + area)
-        after, after_low = deal.after(giver, taker, given, back)
-        cost = max(
-            price(giver.area - area, max(after[:2]), after[2]),
-            price(taker.area + area, max(after_low[:2]), after_low[2]),
+        (needs, sends, count), (needs_low, sends_low, count_low) = deal.after(
+            giver, taker, given, back
         )
-        gain = self._gain(highest, cost, after[0] + after_low[0] - giver.needs - taker.needs)
+        cost = max(
+            price(own_area, max(needs, sends), count),
+            price(low_area, max(needs_low, sends_low), count_low),
+        )
+        gain = self._gain(highest, cost, needs + needs_low - had)
         return Trade(gain, taker, given, back) if gain > least_gain else None
 
     def _least(self, share: Share, gone: Pieces, come: Pieces) -> int:
