@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from flexcp.grid import BlockGrid
+from flexcp.grid.analysis.indexing import take
 from flexcp.layout import Layout, area_per_rank
 from flexcp.layout.row_sets import row_sets
 from flexcp.plan.problem import Problem
@@ -30,6 +32,8 @@ class LayoutLoads:
     """By mask."""
     needs: Mapping[str, Needs]
     """By mask; empty for schedules that move all KV rows, whoever needs them."""
+    of_groups: dict[tuple[str, int], Needs] = field(default_factory=dict)
+    """What groups of more ranks need, once that was asked for; by mask and ranks of a group."""
 
     @classmethod
     def of(
@@ -50,9 +54,11 @@ class LayoutLoads:
         """What groups of `group_size` ranks need under a mask."""
         if group_size == self.group_size:
             return self.needs[name]
-        return self.needs[name].grouped(
-            grouped(self.layout, group_size), group_size // self.group_size
-        )
+        key = (name, group_size)
+        if key not in self.of_groups:
+            groups, times = grouped(self.layout, group_size), group_size // self.group_size
+            self.of_groups[key] = self.needs[name].grouped(groups, times)
+        return self.of_groups[key]
 
     def is_uneven(self, group_size: int, limit: float, layout: Layout | None = None) -> bool:
         """Whether some group has more than `limit` times the mean work, on this or another."""
@@ -63,8 +69,35 @@ class LayoutLoads:
         """Whether groups need more than such a share of all rows of the others, under all masks."""
         return bool(self.needs) and all(needs.exceed(share) for needs in self.needs.values())
 
-    def share_rows(self, ranks_per_node: int) -> bool:
+    def seconds_of_rows(self, problem: Problem, name: str, group_size: int) -> Tensor:
+        """float64 [groups] What the rows that each needs under a mask take at least, once."""
+        machine, shape, needs = problem.machine, problem.shape, self.needs_of(name, group_size)
+        user, owner, start, stop = needs.by_owner
+        row = shape.kv_bytes(-(-shape.num_kv_heads // group_size))
+        row *= shape.batch if self.layout.batch_elements == 1 else 1
+        node = torch.arange(needs.layout.ranks) * group_size // machine.ranks_per_node
+        far = take(node, user) != take(node, owner)
+        bandwidths = machine.intra_bandwidth, machine.inter_bandwidth
+        if machine.ranks_per_node % group_size and group_size % machine.ranks_per_node:
+            bandwidths = (max(bandwidths),) * 2  # where the ends of a message are depends on heads
+        found = [
+            torch.bincount(user, (stop - start) * at, needs.layout.ranks) * (row / bandwidth)
+            for at, bandwidth in zip((~far, far), bandwidths, strict=True)
+        ]
+        return torch.maximum(*found)
+
+    def bytes_received(self, problem: Problem) -> Tensor:
+        """int64 [ranks] What each rank needs of others, under all masks, if none share heads."""
+        row = problem.shape.kv_bytes(problem.shape.num_kv_heads)
+        row *= problem.shape.batch if self.layout.batch_elements == 1 else 1
+        found = torch.zeros(self.layout.ranks, dtype=torch.int64)
+        for needs in self.needs.values():
+            found += needs.received * row
+        return found
+
+    def share_rows(self, problem: Problem) -> bool:
         """Whether ranks of one node need the same rows of other nodes, under some mask."""
+        ranks_per_node = problem.machine.ranks_per_node
         for needs in self.needs.values() if ranks_per_node > 1 else ():
             user, owner, start, stop = needs.by_owner
             node, home = (

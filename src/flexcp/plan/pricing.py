@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from torch import Tensor
+
 from flexcp.layout.balance.objective import Objective
 from flexcp.plan.cost import Cost, price
 from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.problem import Problem
-from flexcp.schedule import Needs, Pass, Schedule, make_schedule
+from flexcp.schedule import Pass, Schedule, make_schedule
 from flexcp.schedule.hierarchical import Relays
 
 MOST_LINES = 1 << 21
@@ -67,18 +69,19 @@ class Pricing:
         kept = schedule in ("auto", "hybrid") and groups > 1
         found = []
         # Nothing beats an all-gather like gathering only what is needed.
-        least = self._least_at_once(needs) if kept and not few else math.inf
+        wire = loads.seconds_of_rows(self._problem, self._mask, group_size)
+        least = self._least_at_once(wire) if kept and not few else math.inf
         if rounds > least:
             found.append(self._priced(make(name, keep=True, at_once=True)))
             self._limit = min(self._limit, Objective.enough * found[0][0].seconds)
         dense = needs.exceed(Objective.dense)
         if rounds <= self._limit:
             own_work = self._work.own(needs.layout)
-            found += self._with_kept(make(name, few_rounds=1, own_work=own_work), kept=kept)
+            found += self._with_kept(make(name, few_rounds=1, own_work=own_work), wire, kept=kept)
             self._limit = min(self._limit, Objective.enough * found[-1][0].seconds)
             found += self._in_more_parts(partial(make, name, own_work=own_work), found[0], kept)
             if dense:  # then messages are fewer by ring distance
-                found += self._with_kept(make(name), kept=kept)
+                found += self._with_kept(make(name), wire, kept=kept)
         yield from found
         if found and rounds <= least < min(self._limit, *(cost.seconds for cost, _ in found)):
             yield self._priced(make(name, keep=True, at_once=True))
@@ -91,13 +94,18 @@ class Pricing:
         machine = self._problem.machine
         return 2 * rounds * (machine.latency + machine.message)
 
-    def _with_kept(self, schedule: Schedule, *, kept: bool) -> list[tuple[Cost, Schedule]]:
+    def _with_kept(
+        self, schedule: Schedule, wire: Tensor, *, kept: bool
+    ) -> list[tuple[Cost, Schedule]]:
         """A schedule; and the same with rows kept for backward, which takes less time.
 
-        If not even that is near the limit, it stands for both.
+        If not even that is near the limit, or what is moved once more makes the other too dear to
+        be taken for the memory that it saves, it stands for both.
         """
         found = [self._priced(schedule.with_kept_kv())] if kept else []
-        if not kept or found[0][0].seconds <= self._limit:
+        once = Objective.moved * float(wire.mean())
+        near = found and once <= (Objective.enough - 1) / 2 * (found[0][0].seconds + 2 * once)
+        if not kept or (near and found[0][0].seconds <= self._limit):
             found.append(self._priced(schedule))
         return found
 
@@ -122,18 +130,12 @@ class Pricing:
             former = new
         return found
 
-    def _least_at_once(self, needs: Needs) -> float:
+    def _least_at_once(self, wire: Tensor) -> float:
         """No schedule takes less that receives all rows before any work."""
         shape, machine = self._problem.shape, self._problem.machine
-        row = shape.kv_bytes(shape.num_kv_heads // self._group_size)
-        if needs.layout.batch_elements == 1:
-            row *= shape.batch
-        rows = int(needs.received.max())
-        wire = rows * row / max(machine.intra_bandwidth, machine.inter_bandwidth)
-        wire = max(wire, self._problem.seconds_from_other_nodes(rows, self._group_size))
-        both = 1 + machine.backward
-        pairs = float(self._work.before[:, -1].max()) / self._group_size
-        return both * pairs * shape.flops_per_pair / machine.flops + 2 * wire
+        pairs = self._work.before[:, -1] / self._group_size
+        compute = (1 + machine.backward) * pairs * shape.flops_per_pair / machine.flops
+        return float((compute + 2 * wire).max())
 
     def _priced(self, schedule: Schedule) -> tuple[Cost, Schedule]:
         problem = self._problem

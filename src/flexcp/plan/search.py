@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,8 @@ from flexcp.schedule import Schedule
 
 _TUNED = Objective()
 """The numbers that layouts and schedules are chosen by."""
+_NEAR = 1 + (_TUNED.enough - 1) / 2
+"""Over the lowest price: what may be taken for moving and keeping little."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,18 +92,15 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     )
     loads = LayoutLoads.of(problem, chosen, schedule)
     found: list[Candidate] = []
-    per_node = problem.machine.ranks_per_node
-    for group_size in splits:
-        if found and (_is_near_bound(found) or _cannot_win(problem, found, loads, group_size)):
-            continue
+    for group_size in _by_bound(problem, loads, splits, found):
         found.extend(_options(problem, loads, group_size, schedule, found=found))
+        relayed = group_size == 1 and schedule == "auto" and not problem.flops_per_token
+        if relayed and not _is_near_bound(found) and loads.share_rows(problem):
+            found.extend(_options(problem, loads, 1, "hierarchical", kept=True, found=found))
     if problem.flops_per_token:
         if schedule == "auto" and layout in ("auto", "balanced"):
             found.extend(_shared_by_groups(problem, found))
         return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
-    relayed = schedule == "auto" and not _is_near_bound(found) and loads.share_rows(per_node)
-    if relayed:
-        found.extend(_options(problem, loads, 1, "hierarchical", kept=True, found=found))
     group_size, enough = min(found, key=lambda c: c.price).group_size, _TUNED.enough
     if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, enough):
         again = split_groups(
@@ -174,14 +174,14 @@ def _priced(
     return [
         candidate
         for group_size in splits
-        if not _cannot_win(problem, found, loads, group_size)
+        if _least_price(problem, loads, group_size, rows=True) < min(c.price for c in found)
         for candidate in _options(problem, loads, group_size, schedule, found=found)
     ]
 
 
 def _modest_first(found: list[Candidate]) -> list[Candidate]:
     """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more."""
-    near = [c for c in found if c.price <= found[0].price * (1 + (_TUNED.enough - 1) / 2)]
+    near = [c for c in found if c.price <= found[0].price * _NEAR]
     much = (1 + _TUNED.small) * min(c.received for c in near)
     first = min(near, key=lambda c: (c.received > much, c.keeps_much))
     return [first, *(c for c in found if c is not first)]
@@ -308,24 +308,50 @@ def _seconds(priced: tuple[Cost, Schedule]) -> float:
     return priced[0].seconds
 
 
-def _cannot_win(
-    problem: Problem, found: Sequence[Candidate], loads: LayoutLoads, group_size: int
-) -> bool:
-    """Whether a split can't be cheaper than the best so far, whatever its schedule."""
-    best = min(found, key=lambda c: c.seconds)
-    shape, machine = problem.shape, problem.machine
-    share = problem.seq_len / problem.ranks.size * shape.batch
+def _by_bound(
+    problem: Problem, loads: LayoutLoads, splits: Sequence[int], found: Sequence[Candidate]
+) -> Iterator[int]:
+    """How many ranks share heads: what may be cheapest first, as long as it may be cheaper.
+
+    Where none share them, it may also be chosen for how little it moves, if it is hardly dearer.
+    """
+    queue = [(_least_price(problem, loads, n, rows=n == 1), n == 1, n) for n in splits]
+    heapq.heapify(queue)
+    while queue:
+        least, with_rows, group_size = heapq.heappop(queue)
+        best = min(found, key=lambda c: c.price, default=None)
+        if best and (_is_near_bound(found) or least >= best.price):
+            if least > _NEAR * best.price:
+                return
+            most = int(loads.bytes_received(problem).max()) if group_size == 1 else best.received
+            if most * (1 + _TUNED.small) >= best.received:
+                continue
+        if with_rows or len(splits) == 1:
+            yield group_size
+        else:  # what groups exchange takes a look at their rows
+            least = _least_price(problem, loads, group_size, rows=True)
+            heapq.heappush(queue, (least, True, group_size))
+
+
+def _least_price(problem: Problem, loads: LayoutLoads, group_size: int, *, rows: bool) -> float:
+    """No candidate is cheaper in which so many ranks share heads: what each computes and moves."""
+    shape, machine, masks = problem.shape, problem.machine, len(problem.grids)
+    heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
+    per_pair = (1 + machine.backward) * heads / group_size * shape.flops_per_pair / machine.flops
+    pairs = torch.stack([work.before[:, -1] for work in loads.work.values()]).sum(0)
+    compute = pairs.view(-1, group_size // loads.group_size).sum(1) * per_pair
+    seconds, wire = compute + 2 * masks * machine.launch, torch.zeros_like(compute)
+    for name in loads.needs if rows else ():  # forward, and as gradients
+        wire = wire + 2 * loads.seconds_of_rows(problem, name, group_size)
+    seconds = torch.maximum(seconds + (1 - machine.hidden) * wire, wire)
+    least = float(seconds.max() + _TUNED.moved * wire.mean())
     if group_size == 1:
-        # Rows that come from other nodes, once forward and once as gradients.
-        most = (float(needs.received.max()) for needs in loads.needs.values())
-        wire = 2 * sum(problem.seconds_from_other_nodes(rows, group_size) for rows in most)
-        return max(wire, best.compute / _TUNED.enough + (1 - machine.hidden) * wire) >= best.seconds
+        return least
+    share = problem.seq_len / problem.ranks.size * shape.batch
     moved = share * (group_size - 1) / group_size * shape.q_bytes(shape.num_heads) * 4
     near = min(group_size, machine.ranks_per_node)
     far = (group_size - near) / (group_size - 1)
-    wire = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
-    wire += 4 * (machine.latency + (group_size - 1) * machine.message)  # two swaps in each pass
-    heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
-    pairs = sum(float(work.before[:, -1].mean()) for work in loads.work.values())
-    least = (1 + machine.backward) * pairs * heads * shape.flops_per_pair / machine.flops
-    return len(problem.grids) * (wire + 2 * machine.launch) + least >= best.seconds
+    swaps = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
+    swaps *= masks * (1 + _TUNED.moved)
+    swaps += 4 * masks * (machine.latency + (group_size - 1) * machine.message)  # two in each pass
+    return least + swaps
