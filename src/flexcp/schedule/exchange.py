@@ -40,7 +40,9 @@ def exchange(
     if at_once:
         number = torch.zeros_like(distance)
     elif few_rounds and len(user):
-        which, number, start, stop = even_parts(user, distance, start, stop, limit, few_rounds)
+        which, number, start, stop = even_parts(
+            user, distance, start, stop, limit, few_rounds, turned=True
+        )
         user, owner = user[which], owner[which]
     else:
         number = _rounds(distance, user, stop - start, layout.ranks, limit)[distance]
@@ -91,12 +93,22 @@ class OwnWork:
 
 
 def even_parts(
-    user: Tensor, distance: Tensor, start: Tensor, stop: Tensor, limit: int, rounds: int
+    user: Tensor,
+    distance: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    limit: int,
+    rounds: int,
+    *,
+    turned: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stretches, cut so that each round has as much of every message: which, round, start, stop.
 
     A message is all that one rank sends to another. The cuts of short ones are staggered, so that
-    the rows of a round are even as well. No rank receives more than `limit` rows in one.
+    the rows of a round are even as well. No rank receives more than `limit` rows in one. If
+    `turned`, every other message of a rank begins with its last rows: under a causal mask first
+    rows are more work than last ones, and a rank with most of its work in some rounds would hold up
+    the others.
     """
     pair = user * (int(distance.max()) + 1) + distance
     order = torch.argsort(pair, stable=True)
@@ -109,12 +121,17 @@ def even_parts(
     first = begins[opens]  # rows of all messages before each
     size = torch.cat([first[1:], ends[-1:]]) - first
     low, high = begins - first[message], ends - first[message]
+    whose = user[opens]
+    turn = torch.arange(whose.numel()) - torch.searchsorted(whose, whose)
+    back = (turn % 2 == 1)[message] & turned
+    whole = size[message]
+    low, high = torch.where(back, whole - high, low), torch.where(back, whole - low, high)
     received = torch.zeros(int(user.max()) + 1, dtype=torch.int64)
     received.index_add_(0, user, stop - start)
     rounds = max(rounds, -(-int(received.max()) // limit))
     while True:
         # Row t of a message of n rows is in the first round i with (i + 1) * n + s >= (t + 1) * k.
-        s, n = (first % rounds)[message], size[message]
+        s, n = (first % rounds)[message], whole
         begin, end = (
             -torch.div(s - (row + 1) * rounds, n, rounding_mode="floor") - 1
             for row in (low, high - 1)
@@ -129,11 +146,11 @@ def even_parts(
         if int(filled.max()) <= limit:
             break
         rounds += 1 + rounds // 16  # few trials where many rounds of a few rows are needed
-    offset = (start - low)[which]
     kept = cut_low < cut_high
-    which, number, begin, end = (
-        x[kept] for x in (which, number, cut_low + offset, cut_high + offset)
-    )
+    which, number, cut_low, cut_high = (x[kept] for x in (which, number, cut_low, cut_high))
+    origin = torch.where(back, stop + low, start - low)[which]
+    begin = torch.where(back[which], origin - cut_high, origin + cut_low)
+    end = torch.where(back[which], origin - cut_low, origin + cut_high)
     return order[which], number + 1, begin, end
 
 
