@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,8 +45,8 @@ def rows_needed(grids: Sequence[BlockGrid], layout: Layout) -> RowSets:
                 if ranges is not None:
                     found += (_of_column(column, element, layout) for column in ranges[plane])
                 else:
-                    found.append(_of_plane(grid, plane, element, layout, _joined(found)))
-    return without(_joined(found), layout.owned)
+                    found.append(_of_plane(grid, plane, element, layout, joined_sets(found)))
+    return without(joined_sets(found), layout.owned)
 
 
 def _of_column(column: KeyColumn, element: int, layout: Layout) -> RowSets:
@@ -62,22 +62,8 @@ def _of_column(column: KeyColumn, element: int, layout: Layout) -> RowSets:
     )
 
 
-def rows_in_tiles(grids: Sequence[BlockGrid], layout: Layout) -> Tensor:
-    """int64 [ranks] Rows of others in tiles that a rank's queries look into: no fewer than needed.
-
-    For a layout that is the same for all batch elements.
-    """
-    found = []
-    for grid in grids:
-        pieces, size = Pieces.of(layout, 0, grid.block_size[0]), grid.block_size[1]
-        for runs in grid.runs:
-            at, run = runs_of_rows(runs, pieces.block)
-            stop = (runs.stop[run] * size).clamp(max=grid.kv_len)
-            found.append(row_sets(pieces.rank[at], runs.start[run] * size, stop))
-    return without(_joined(found), layout.owned).counts(layout.ranks)
-
-
-def _joined(sets: Sequence[RowSets]) -> RowSets:
+def joined_sets(sets: Sequence[RowSets]) -> RowSets:
+    """The union of several sets of each rank."""
     if len(sets) == 1:
         return sets[0]
     return row_sets(
@@ -123,26 +109,14 @@ def _of_plane(grid: BlockGrid, plane: int, element: int, layout: Layout, known: 
         runs.start[run[full]] * size + offset,
         (runs.stop[run[full]] * size).clamp(max=grid.kv_len) + offset,
     )
-    found = _joined([known, whole])
+    found = joined_sets([known, whole])
     group, place = expand((runs.stop - runs.start)[run[~full]])
     tiles = _Tiles(pieces, at[~full][group], runs.start[run[~full]][group] + place)
     tiles = tiles.where(_open(grid, offset, tiles, found))
-    for rows in (_whole_pieces, _first_rows, _last_rows):
+    for rows in ("all", "first", "last"):
         tiles, found = _decided(grid, plane, offset, tiles, rows, found)
     tiles, found = _decided_by_key(grid, plane, offset, tiles, found)
     return _looked_at(grid, plane, offset, tiles, found)
-
-
-def _whole_pieces(pieces: Pieces, used: Tensor) -> tuple[Tensor, Tensor]:
-    return pieces.first[used], pieces.last[used]
-
-
-def _first_rows(pieces: Pieces, used: Tensor) -> tuple[Tensor, Tensor]:
-    return pieces.first[used], pieces.first[used] + 1
-
-
-def _last_rows(pieces: Pieces, used: Tensor) -> tuple[Tensor, Tensor]:
-    return pieces.last[used] - 1, pieces.last[used]
 
 
 def _decided(
@@ -150,7 +124,7 @@ def _decided(
     plane: int,
     offset: int,
     tiles: _Tiles,
-    rows: Callable[[Pieces, Tensor], tuple[Tensor, Tensor]],
+    rows: str,
     found: RowSets,
 ) -> tuple[_Tiles, RowSets]:
     """What some rows of the pieces surely see or surely don't; and the tiles that remain open.
@@ -167,9 +141,9 @@ def _decided(
     sure = tiles.where(verdict.lo)
     size = grid.block_size[1]
     begin = sure.col * size + offset
-    found = _joined([found, row_sets(sure.rank, begin, _end(begin, size, offset, grid))])
+    found = joined_sets([found, row_sets(sure.rank, begin, _end(begin, size, offset, grid))])
     open_ = ~verdict.lo
-    if rows is _whole_pieces:
+    if rows == "all":
         open_ &= verdict.hi
     tiles = tiles.where(open_)
     return tiles.where(_open(grid, offset, tiles, found)), found
@@ -189,7 +163,7 @@ def _decided_by_key(
     mask = measure_mask(
         trace_mask(grid.mask.mask_mod),
         grid.planes,
-        _axis(grid, tiles, used, _whole_pieces),
+        _axis(grid, tiles, used, "all"),
         Axis(keys, keys, torch.ones_like(keys)),
     )
     open_ = torch.zeros(len(tiles), dtype=torch.bool)
@@ -201,19 +175,16 @@ def _decided_by_key(
         seen = verdict.some_hi.view(-1, size) & inside
         open_[part] = ((verdict.hi & ~verdict.some_hi).view(-1, size) & inside).any(1)
         first = tiles.col[part] * size + offset
-        found = _joined([found, _stretches(seen, tiles.rank[part], first)])
+        found = joined_sets([found, _stretches(seen, tiles.rank[part], first)])
     tiles = tiles.where(open_)
     return tiles.where(_open(grid, offset, tiles, found)), found
 
 
-def _axis(
-    grid: BlockGrid,
-    tiles: _Tiles,
-    used: Tensor,
-    rows: Callable[[Pieces, Tensor], tuple[Tensor, Tensor]],
-) -> Axis:
+def _axis(grid: BlockGrid, tiles: _Tiles, used: Tensor, rows: str) -> Axis:
+    """All rows of the pieces that are used, or the first or the last of each."""
+    begin, end = tiles.pieces.first[used], tiles.pieces.last[used]
+    begin, end = (end - 1 if rows == "last" else begin), (begin + 1 if rows == "first" else end)
     first = grid.q_axis.first[tiles.pieces.block[used]]
-    begin, end = rows(tiles.pieces, used)
     return Axis(first + begin, first + end - 1, end - begin)
 
 
@@ -244,7 +215,7 @@ def _looked_at(grid: BlockGrid, plane: int, offset: int, tiles: _Tiles, found: R
             bits = run_mask(partial(graph.evaluate, b, h, q[:, :, None], kv_inside))
             seen = bits.expand(part.numel(), looks, size).any(1) & (kv <= end)
             start = tiles.col[part] * size + offset
-            found = _joined([found, _stretches(seen, tiles.rank[part], start)])
+            found = joined_sets([found, _stretches(seen, tiles.rank[part], start)])
         done = done + looks
         looks *= 2
 

@@ -110,23 +110,6 @@ def without(sets: RowSets, other: RowSets) -> RowSets:
     return row_sets(rank, begin - rank * wide, end - rank * wide)
 
 
-def within(sets: RowSets, other: RowSets) -> RowSets:
-    """Rows that are in both, rank by rank.
-
-    >>> a = row_sets(torch.tensor([0]), torch.tensor([0]), torch.tensor([10]))
-    >>> b = row_sets(torch.tensor([0, 1]), torch.tensor([3, 0]), torch.tensor([15, 9]))
-    >>> within(a, b).of(0)
-    [(3, 10)]
-    """
-    if len(sets) == 0 or len(other) == 0:
-        return RowSets(sets.rank[:0], sets.start[:0], sets.stop[:0])
-    wide = int(torch.maximum(sets.stop.max(), other.stop.max())) + 1
-    a, b = sets.rank * wide, other.rank * wide
-    which, _, begin, end = cut(a + sets.start, a + sets.stop, b + other.start, b + other.stop)
-    rank = sets.rank[which]
-    return row_sets(rank, begin - rank * wide, end - rank * wide)
-
-
 def _complement(sets: RowSets, wide: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Starts and stops of all that is in no set, with rank r's rows at r * wide."""
     start, stop = sets.rank * wide + sets.start, sets.rank * wide + sets.stop

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid
 from flexcp.grid.analysis.indexing import take
+from flexcp.grid.rows import runs_of_rows
 from flexcp.layout import Layout, area_per_rank
-from flexcp.layout.row_sets import row_sets
+from flexcp.layout.needed_rows import Pieces, joined_sets
+from flexcp.layout.row_sets import row_sets, without
 from flexcp.plan.problem import Problem
 from flexcp.plan.work_profile import WorkProfile
 from flexcp.schedule import Needs
@@ -60,10 +62,10 @@ class LayoutLoads:
             self.of_groups[key] = self.needs[name].grouped(groups, times)
         return self.of_groups[key]
 
-    def is_uneven(self, group_size: int, limit: float, layout: Layout | None = None) -> bool:
-        """Whether some group has more than `limit` times the mean work, on this or another."""
+    def imbalance(self, group_size: int, layout: Layout | None = None) -> float:
+        """Largest over mean work of groups of `group_size` ranks, on this or another layout."""
         areas = area_per_rank(self.grids, grouped(layout or self.layout, group_size)).double()
-        return float(areas.max()) > limit * float(areas.mean())
+        return float(areas.max()) / max(float(areas.mean()), 1e-9)
 
     def asks_for(self, share: float) -> bool:
         """Whether groups need more than such a share of all rows of the others, under all masks."""
@@ -108,3 +110,18 @@ class LayoutLoads:
             if int((once.stop - once.start).sum()) < int((stop - start)[far].sum()):
                 return True
         return False
+
+
+def rows_in_tiles(grids: Sequence[BlockGrid], layout: Layout) -> Tensor:
+    """int64 [ranks] Rows of others in tiles that a rank's queries look into: no fewer than needed.
+
+    For a layout that is the same for all batch elements.
+    """
+    found = []
+    for grid in grids:
+        pieces, size = Pieces.of(layout, 0, grid.block_size[0]), grid.block_size[1]
+        for runs in grid.runs:
+            at, run = runs_of_rows(runs, pieces.block)
+            stop = (runs.stop[run] * size).clamp(max=grid.kv_len)
+            found.append(row_sets(pieces.rank[at], runs.start[run] * size, stop))
+    return without(joined_sets(found), layout.owned).counts(layout.ranks)

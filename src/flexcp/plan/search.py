@@ -12,9 +12,8 @@ import torch
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, contiguous
 from flexcp.layout.balance.objective import Objective
-from flexcp.layout.needed_rows import rows_in_tiles
 from flexcp.plan.cost import Cost
-from flexcp.plan.loads import LayoutLoads
+from flexcp.plan.loads import LayoutLoads, rows_in_tiles
 from flexcp.plan.model_work import model_seconds
 from flexcp.plan.pricing import MOST_LINES, Pricing, describe
 from flexcp.plan.problem import Problem, named_layout, split_groups
@@ -102,7 +101,7 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
             found.extend(_shared_by_groups(problem, found))
         return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
     group_size, enough = min(found, key=lambda c: c.price).group_size, _TUNED.enough
-    if layout in ("auto", "balanced") and group_size > 1 and loads.is_uneven(group_size, enough):
+    if layout in ("auto", "balanced") and group_size > 1 and loads.imbalance(group_size) > enough:
         again = split_groups(
             named_layout("balanced", problem, problem.ranks.size // group_size), group_size
         )
@@ -112,12 +111,14 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
         plain = contiguous(problem.seq_len, problem.ranks.size)  # a window's, say: less is moved
-        even = [n for n in tried if not loads.is_uneven(n, 1 + _TUNED.small, plain)]
-        if even:
-            best = min(c.price for c in found) / _TUNED.enough
+        uneven = {n: loads.imbalance(n, plain) for n in tried}
+        even = [n for n in tried if uneven[n] <= 1 + _TUNED.small]
+        if even:  # what is less even has to gain half as much as it is uneven
+            best = min(c.price for c in found)
             of_plain = LayoutLoads.of(problem, plain, schedule)
             more = _priced(problem, of_plain, even, found, schedule)
-            found.extend(c for c in more if c.price < best)
+            gain = {n: max(_TUNED.enough, (1 + uneven[n]) / 2) for n in even}
+            found.extend(c for c in more if c.price * gain[c.group_size] < best)
         less_local: list[Candidate] = []
         gains = min(c.seconds for c in found) > _TUNED.enough * min(c.if_even for c in found)
         for split in tried if gains else ():

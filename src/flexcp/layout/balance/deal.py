@@ -30,6 +30,8 @@ class Units:
     """Which of them are of a document."""
     cut: int
     """Rows to receive besides if the first row of some piece is cut off, at least."""
+    light: tuple[int, Piece]
+    """The piece whose first row has fewest pairs, and how many those are."""
 
 
 @dataclass(eq=False)
@@ -138,12 +140,18 @@ class Deal:
         share.cost = self.objective.of_rank(share.area, rows, share.count)
 
     def units(self, share: Share) -> Units:
-        """What a rank may part with as a whole: nothing, a piece, or all of a document."""
+        """What a rank may part with as a whole: nothing, a piece, or all of a document.
+
+        Of many documents that it has all of, some will do: others are much like them.
+        """
         if share.units is None:
             pieces: list[Pieces] = [()]
             spans, lines = [(0, 0, 0)], [(0, 0, 0, 0)]
             of: dict[int, list[int]] = {}
-            for area, piece in share.by_area:
+            step = -(-len(share.by_area) // self.objective.tries**3)
+            for k, (area, piece) in enumerate(share.by_area):
+                if k % step and piece[2] - piece[1] == self.documents.sizes[piece[0]]:
+                    continue
                 document, runs = piece[0], share.runs[piece[0]]
                 span, left = share.spans[document], 0
                 if len(runs) > 1:
@@ -160,18 +168,22 @@ class Deal:
                     pieces.append(whole)
                     spans.append(span)
                     lines.append((self.pairs(whole), span[2], -needs(span), needs(span)))
-            first, last = self.documents.hull
-            cuts = [last[a] - first[a + 1] for _, (_, a, b) in share.by_area if b > a + 1]
-            least = min(cuts, default=self.documents.work.seq_len) - 1
-            share.units = Units(pieces, np.array(lines, dtype=np.float64).T, spans, of, least)
+            rows, (first, last) = self.documents.rows, (x.numpy() for x in self.documents.work.hull)
+            start, stop = np.array([p[1:] for _, p in share.by_area], np.int64).reshape(-1, 2).T
+            long = start[stop > start + 1]
+            cut = (last[long] - first[long + 1]).min(initial=self.documents.work.seq_len) - 1
+            pairs, light = rows[start + 1] - rows[start], (0, (0, 0, 0))
+            if pairs.size:
+                k = int(np.lexsort((start, pairs))[0])
+                light = int(pairs[k]), share.by_area[k][1]
+            table = np.array(lines, dtype=np.float64).T
+            share.units = Units(pieces, table, spans, of, int(cut), light)
         return share.units
 
     def pairs(self, pieces: Sequence[Piece]) -> int:
         """Work of some pieces."""
-        before, found = self.documents.before, 0
-        for _, a, b in pieces:
-            found += before[b] - before[a]
-        return found
+        before = self.documents.before
+        return sum([before[b] - before[a] for _, a, b in pieces])
 
     def light_end(
         self, share: Share, rows: int, gone: Sequence[Piece], come: Sequence[Piece]

@@ -61,8 +61,7 @@ class Documents:
     @cached_property
     def areas(self) -> list[int]:
         """Pairs of each document."""
-        found: list[int] = np.diff(self.rows[self.edges]).tolist()
-        return found
+        return cast("list[int]", np.diff(self.rows[self.edges]).tolist())
 
     @cached_property
     def rows(self) -> Any:

@@ -18,11 +18,6 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
     room = [min(ranks_per_node, ranks - i * ranks_per_node) for i in range(len(nodes))]
     node_of: dict[int, int] = {}
 
-    def place(rank: int, node: int) -> None:
-        node_of[rank] = node
-        nodes[node].append(rank)
-        room[node] -= 1
-
     for _, document in sorted((-rows, d) for d, rows in deal.moved.items() if rows):
         sharers = sorted(share.rank for share in deal.sharers[document])
         new = [rank for rank in sharers if rank not in node_of]
@@ -35,10 +30,12 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
                 key=lambda n: (-near.count(n), room[n] if fits else -room[n], n),
             )
             count = min(len(new), room[node])
-            for rank in new[:count]:
-                place(rank, node)
+            nodes[node] += new[:count]
+            node_of.update(dict.fromkeys(new[:count], node))
+            room[node] -= count
             new = new[count:]
-    for rank in range(ranks):
-        if rank not in node_of:
-            place(rank, next(n for n in range(len(nodes)) if room[n]))
+    left = [rank for rank in range(ranks) if rank not in node_of]
+    for ranks_of_node, count in zip(nodes, room, strict=True):
+        ranks_of_node += left[:count]
+        left = left[count:]
     return [rank for node in nodes for rank in sorted(node)]

@@ -11,18 +11,11 @@ from itertools import accumulate, pairwise
 import torch
 
 from flexcp.grid import BlockGrid
+from flexcp.layout.balance import seeds as ways
 from flexcp.layout.balance.deal import Deal
 from flexcp.layout.balance.documents import Documents
 from flexcp.layout.balance.nodes import by_node
 from flexcp.layout.balance.objective import Objective
-from flexcp.layout.balance.seeds import (
-    Parts,
-    Seed,
-    fillers,
-    in_order,
-    two_ended,
-    whole_documents,
-)
 from flexcp.layout.balance.trades import improve
 from flexcp.layout.layout import Layout
 from flexcp.layout.rules import even_edges, joined, require_ranks
@@ -101,34 +94,36 @@ def _of_work(
     elif slack is not None:
         bounds = [_bounds(work, ranks, len(dense), objective)] * ranks
     deal = partial(Deal, documents, bounds=bounds, objective=objective)
-    seed = partial(Seed.of, documents, objective)
+    seed = partial(ways.Seed.of, documents, objective)
     many, mean = len(documents) > 1, max(documents.total / ranks, 1e-9)
     over = max(documents.area(a, b) for a, b in pairwise([0, *accumulate(counts)])) / mean
-    plain = seed(in_order(documents, counts)) if over <= 1 + objective.small else None
+    plain = seed(ways.in_order(documents, counts)) if over <= 1 + objective.small else None
     even = over <= objective.enough
     if plain and even and plain.price <= objective.good * mean:
         return _layout(plain.parts, work.seq_len)
-    seeds: list[Seed] = []
-    for filler in fillers(documents, objective) if many else ():
-        seeds.append(seed(whole_documents(documents, room, objective, filler)))
+    seeds: list[ways.Seed] = []
+    for filler in ways.fillers(documents, objective) if many else ():
+        seeds.append(seed(ways.whole_documents(documents, room, objective, filler)))
         if seeds[-1].if_even <= objective.good * mean:
             break
     chosen = sorted(seeds, key=lambda s: s.if_even)[: max(1, objective.tries**2 // ranks)]
     if not chosen or chosen[0].if_even > (1 + objective.small) * mean:
-        chosen.append(seed(two_ended(documents, counts, objective)))
+        chosen.append(seed(ways.two_ended(documents, counts, objective)))
         if many and plain and not even and plain.price < chosen[-1].price:
             chosen.append(plain)
-    best = _best_improved([deal(s.parts) for s in chosen], objective)
+    deals = [deal(s.parts) for s in chosen]
+    best = _best_improved(deals, objective)
     if best.imbalance() > objective.enough and len(chosen) <= len(seeds):
-        best = _best_improved([best, deal(two_ended(documents, counts, objective))], objective)
+        best = _best_improved([best, deal(ways.two_ended(documents, counts, objective))], objective)
     if dense and best.imbalance() > (objective.enough if many else objective.good):
-        other = deal(in_order(documents, counts, dense))
+        other = deal(ways.in_order(documents, counts, dense))
         improve(other)
         best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
     if plain and even and plain.price <= best.price() * objective.good:
         return _layout(plain.parts, work.seq_len)
     parts = best.parts()
-    if ranks_per_node and len(set(bounds)) == 1:
+    in_order_still = best is deals[-1] and chosen[-1] is plain
+    if ranks_per_node and len(set(bounds)) == 1 and not in_order_still:
         parts = [parts[rank] for rank in by_node(best, ranks_per_node)]
     return _layout(parts, work.seq_len)
 
@@ -167,7 +162,7 @@ def _bounds(work: Work, ranks: int, dense: int, objective: Objective) -> tuple[i
     return fewest, max(-(-rows // ranks), min(fewest + block, even + slack))
 
 
-def _layout(parts: Parts, seq_len: int) -> Layout:
+def _layout(parts: ways.Parts, seq_len: int) -> Layout:
     """The layout in which every rank keeps its rows in their order."""
     table = torch.tensor(
         [(rank, a, b) for rank, own in enumerate(parts) for a, b in sorted(p[1:] for p in own)],

@@ -6,7 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -30,8 +30,10 @@ class Seed:
     @classmethod
     def of(cls, documents: Documents, objective: Objective, parts: Parts) -> Seed:
         """Prices parts, all ranks and documents at once."""
-        table = [(rank, *piece) for rank, own in enumerate(parts) for piece in own]
-        rank, document, start, stop = np.array(table).T
+        pieces = np.array([len(own) for own in parts])
+        flat = chain.from_iterable(chain.from_iterable(parts))
+        table = np.fromiter(flat, np.int64, 3 * int(pieces.sum())).reshape(-1, 3)
+        rank, (document, start, stop) = np.repeat(np.arange(len(parts)), pieces), table.T
         before, (first, last) = documents.rows, (x.numpy() for x in documents.work.hull)
         area = np.bincount(rank, before[stop] - before[start], len(parts))
         # What a rank needs of a document goes from the first key that it sees to the last.
@@ -45,7 +47,6 @@ class Seed:
         moved = np.bincount(document, needs, len(documents))
         sends = (moved / documents.sizes)[document] * own
         received, sent = (np.bincount(rank, rows, len(parts)) for rows in (needs, sends))
-        pieces = np.array([len(own) for own in parts])
         cost = objective.of_rank(area, np.maximum(received, sent), pieces, np.maximum)
         mean = max(documents.total / len(parts), 1e-9)
         price = cost.max() + objective.moved * objective.pairs_per_row * received.mean()
@@ -200,7 +201,6 @@ class _Packing:
         """Shares a document between ranks so that their work is level."""
         size, density = self._documents.sizes[d], self._density(d)
         state = [self._state[rank] for rank in chosen]
-
         # Ranks in the order in which a rising level reaches them, and fills their room.
         edges = [(w, 1.0) for w, _, _ in state]
         edges += [(w - density * r, -1.0) for w, r, _ in state]

@@ -202,7 +202,7 @@ class _Turn:
         As many rows as counts have room for, or for as many light ones.
         """
         before, giver, bounds = self.deal.documents.before, self.giver, self.deal.bounds
-        ends = [(before[p[2]] - before[p[2] - 1], p) for _, p in giver.by_area]
+        ends = sorted((before[p[2]] - before[p[2] - 1], p) for _, p in giver.by_area)
         for taker in others:
             apart = giver.area - taker.area
             wish = max(min(giver.area - self.mean, apart / 2), apart / 4)
@@ -211,12 +211,8 @@ class _Turn:
             if wish <= 0 or not taker.by_area:
                 continue
             room = min(bounds[taker.rank][1] - taker.tokens, giver.tokens - bounds[giver.rank][0])
-            light = min(
-                (piece for _, piece in taker.by_area),
-                key=lambda p: (before[p[1] + 1] - before[p[1]], p),
-            )
-            lightest = before[light[1] + 1] - before[light[1]]
-            dense = max((end for end in ends if end[0] <= lightest + wish), default=ends[0])[1]
+            lightest, light = self.deal.units(taker).light
+            dense = ends[max(0, bisect_left(ends, (lightest + wish + 1,)) - 1)][1]
             both = [d for d in giver.runs if d in taker.runs]
             shared = [(d, *run) for d in both[:2] for run in giver.runs[d]]
             for document, start, stop in dict.fromkeys([dense, *shared] if self.uneven else shared):
@@ -266,14 +262,12 @@ class _Turn:
             highest = taker.area + area if many > 0 else giver.area - area  # who gives more yet?
             if (few > 0 and many > 0) or self._gain(highest, highest, -had) <= least_gain:
                 return None
-            if few > 0:
-                end = deal.light_end(taker, few, back, given)
-                given, back = _kept(given, back, end) if end else (given, back)
-            else:
-                end = deal.light_end(giver, many, given, back)
-                back, given = _kept(back, given, end) if end else (back, given)
+            sides = (taker, few, back, given) if few > 0 else (giver, many, given, back)
+            end = deal.light_end(*sides)
             if end is None:
                 return None
+            come, gone = _kept(sides[3], sides[2], end)
+            given, back = (come, gone) if few > 0 else (gone, come)
             area = deal.pairs(given) - deal.pairs(back)
         own_area, low_area = giver.area - area, taker.area + area
         highest = cost = max(own_area, low_area)
@@ -284,14 +278,12 @@ class _Turn:
             cost = max(price(own_area, own, giver.count - 1), price(low_area, low, taker.count - 1))
         if self._gain(highest, cost, rows) <= least_gain:
             return None
-        (needs, sends, count), (needs_low, sends_low, count_low) = deal.after(
-            giver, taker, given, back
-        )
+        after, after_low = deal.after(giver, taker, given, back)
         cost = max(
-            price(own_area, max(needs, sends), count),
-            price(low_area, max(needs_low, sends_low), count_low),
+            price(own_area, max(after[:2]), after[2]),
+            price(low_area, max(after_low[:2]), after_low[2]),
         )
-        gain = self._gain(highest, cost, needs + needs_low - had)
+        gain = self._gain(highest, cost, after[0] + after_low[0] - had)
         return Trade(gain, taker, given, back) if gain > least_gain else None
 
     def _least(self, share: Share, gone: Pieces, come: Pieces) -> int:
