@@ -147,6 +147,29 @@ def test_a_score_mod_runs_over_all_plans_in_two_graphs(by_element):
     assert counter.frame_count <= 2
 
 
+def test_a_score_mod_runs_over_plans_of_other_lengths_in_two_graphs():
+    def capped(q, k, v, plan):
+        def cap(score, *_):
+            return 5 * torch.tanh(score / 5)
+
+        return plan.unshard(flexcp.attention(q, k, v, plan, score_mod=cap), 2)
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(capped, backend=counter, fullgraph=True)
+
+    def rank(mesh):
+        for length in (LENGTH, 64, 77, 30, 90):
+            plan = flexcp.make_plan(CAUSAL, length, mesh, layout="head_tail", block_size=16)
+            local = [plan.shard(x[:, :, :length], 2) for x in FULL]
+            found, expected = (
+                f(*(x.clone().requires_grad_() for x in local), plan) for f in (compiled, capped)
+            )
+            assert torch.allclose(found, expected)
+        return counter.frame_count
+
+    assert testing.simulate(rank, 1)[0] <= 2
+
+
 def test_a_score_mod_compiles_on_real_ranks():
     on_ranks(testing.spawn, 2, scored, TABLE, SINKS, mask=SLIDING, schedule="exchange")
 

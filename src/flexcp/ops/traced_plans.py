@@ -39,7 +39,7 @@ def attend_over_any_plan(
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse; arguments are those of `attention`."""
-    handle, length = plan.graph_handle, plan.layout.seq_len
+    handle, length = plan.graph_handle, plan.length_as_shape.shape[0] - 2
     by_element = plan.layout.batch_elements > 1
     rows = length * q.shape[0] if by_element else length
     shape_of, d = (q.detach(), k.detach()), k.shape[3]

@@ -72,6 +72,8 @@ class Plan:
     made from numbers."""
     _rows_as_shape: Tensor | None = field(init=False, repr=False)
     """`number_as_shape` of `rows`."""
+    length_as_shape: Tensor = field(init=False, repr=False)
+    """`number_as_shape` of the length of the sequence."""
     _varies: bool = field(init=False, repr=False)
     """Whether the next step's plan will give ranks other rows: a mask holds tensors, or rows are
     shared out unevenly."""
@@ -95,6 +97,7 @@ class Plan:
             "_rows_as_shape": None
             if rank is None
             else number_as_shape(int(self.layout.counts[rank])),
+            "length_as_shape": number_as_shape(self.layout.seq_len),
             "_varies": any(grid.mask.nbytes for grid in self.grids.values())
             or bool((self.layout.counts != self.layout.counts[0]).any()),
             "graph_handle": numbered_handle(self),
@@ -197,7 +200,8 @@ class Plan:
         self.require_mesh()
         if torch.compiler.is_compiling():
             where = (dim % x.dim(), self._rank(None), batch_dim)
-            full: Tensor = shard_ops.unshard(x, self.graph_handle, *where, self.seq_len)
+            length = self.length_as_shape.shape[0] - 2
+            full: Tensor = shard_ops.unshard(x, self.graph_handle, *where, length)
             return full
         dim = self._dim_to_unshard(x, dim, batch_dim)
         call = self._agree_to_unshard(x, dim)
