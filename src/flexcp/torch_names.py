@@ -195,6 +195,32 @@ def never_compiled_by_itself(function: Callable[..., Any]) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
+def break_graph() -> None:
+    """Ends the graph that dynamo is making; what comes next runs, and then another one begins."""
+    torch._dynamo.graph_break()
+
+
+def look_while_traced(look: Callable[[Any], None]) -> None:
+    """Calls a function of some module while dynamo traces, with what dynamo knows; not later.
+
+    Its argument is a `torch._dynamo.comptime.ComptimeContext`; the caller's variables are those of
+    stacklevel 1.
+    """
+    torch._dynamo.comptime.comptime(look)
+
+
+def variable_of(seen: Any) -> Any:
+    """What dynamo has for a variable that a `ComptimeContext` has found."""
+    return seen._i_will_not_complain_if_bc_breaks_VariableTracker()
+
+
+def cell_loader_of(seen: Any) -> Callable[[Any], Any]:
+    """What finds the variable in a cell of a closure, by dynamo's variable for the cell."""
+    translator = seen._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    loader: Callable[[Any], Any] = translator.output.side_effects.load_cell
+    return loader
+
+
 def __getattr__(name: str) -> Any:
     """Names of modules that `import torch` does not load, looked up when they are imported."""
     if name not in _LATER:

@@ -35,6 +35,7 @@ from flexcp.layout import Layout
 from flexcp.ops.arguments import check_gradients
 from flexcp.plan import Machine, Plan, Ranks
 from flexcp.plan.make import require_block_size, require_machine, require_names
+from flexcp.torch_names import never_compiled_by_itself
 
 SHARDING = "flexcp_sharding"
 """The name under which a sharding travels in a batch."""
@@ -113,9 +114,9 @@ class Attached:
         labels = shifted_labels(batch, borders)
         parts = self.ranks if self.gradients == "averaged" else 1
         local = local_part(batch, plan, shape, positions, labels, parts)
-        last = int(positions.max()) if self._needs_last_position else None
+        last = positions.max() if self._needs_last_position else None
         jumps = infers and find_packed_sequence_indices(local["position_ids"]) is not None
-        local[SHARDING] = Sharding(plan, found.names, last, jumps)
+        local[SHARDING] = Sharding(plan, found.names, last, infers, jumps)
         self.plan = plan
         return local
 
@@ -251,12 +252,15 @@ class Attached:
                 "no key-value cache", "past_key_values", "call cp.detach() to generate"
             )
         unsupported.check_options(kwargs, module)
-        UNDER_WAY.sharding = sharding
+        UNDER_WAY.forward_pass.sharding = sharding
         rest = {name: x for name, x in kwargs.items() if name not in (SHARDING, "attention_mask")}
         return args, {**rest, "use_cache": False}
 
     def _end_forward(self, *_: Any) -> None:
-        UNDER_WAY.sharding = None
+        UNDER_WAY.forward_pass.sharding = None
+
+    never_compiled_by_itself(_begin_forward)
+    never_compiled_by_itself(_end_forward)
 
 
 def attach(

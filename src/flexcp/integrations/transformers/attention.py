@@ -14,12 +14,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from flexcp.errors import FlexCPError
 from flexcp.integrations.transformers.global_masks import (
     MaskKind,
+    known_before_it_runs,
     mask_kind,
     require_known,
     separates_documents,
 )
+from flexcp.integrations.transformers.traced_functions import asked_while_traced
 from flexcp.ops import attention, flex_attention
 from flexcp.plan import Plan
+from flexcp.torch_names import break_graph
 
 IMPLEMENTATION = "flexcp"
 """The name of this attention, and of its masks, in Transformers' registries."""
@@ -36,7 +39,8 @@ class Sharding:
         self,
         plan: Plan,
         names: Mapping[MaskKind, str],
-        last_position: int | None,
+        last_position: Tensor | None,
+        infers_documents: bool,
         local_jumps: bool,
     ) -> None:
         self.plan = plan
@@ -44,12 +48,19 @@ class Sharding:
         self.names = names
         """The name in the plan of every kind of mask that the model makes."""
         self.last_position = last_position
-        """The largest position of the whole batch, for models that must know."""
-        positions = plan.positions()
-        self.whole = plan.ranks.size == 1 and bool((positions.diff() == 1).all())
+        """int64 [] The largest position of the whole batch, for models that must know.
+
+        A tensor, since a compiled graph is for one number, but for any tensor.
+        """
+        rows = plan.positions()
+        self.rows = rows if rows.dim() == 2 else rows[None]
+        """int64 [1, L], or [B, L] where they differ: this rank's tokens in the sequence."""
+        self.whole = plan.ranks.size == 1 and bool((rows.diff() == 1).all())
         """Whether this rank has every token, in order."""
+        self.infers_documents = infers_documents
+        """Whether the model takes jumps in positions for documents."""
         self.local_jumps = local_jumps
-        """Whether the model will take jumps in this rank's positions for documents."""
+        """Whether it will find any in this rank's."""
 
     def to(self, *_: Any, **__: Any) -> Sharding:
         """Itself: batches are moved to a device by calling this on everything in them."""
@@ -59,10 +70,17 @@ class Sharding:
         return f"Sharding({self.plan!r})"
 
 
-class _UnderWay(threading.local):
-    """The forward pass that a thread is in; not a ContextVar, which torch.compile can't follow."""
+class ForwardPass:
+    """The forward pass that a thread is in, if it is in one."""
 
     sharding: Sharding | None = None
+
+
+class _UnderWay(threading.local):
+    """One for every thread; not a ContextVar, which torch.compile can't follow."""
+
+    def __init__(self) -> None:
+        self.forward_pass = ForwardPass()  # an object: what dynamo sets of a local itself, it loses
 
 
 UNDER_WAY = _UnderWay()
@@ -93,13 +111,48 @@ class LayerMask:
 
 def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
     """For `AttentionMaskInterface`: recognises the mask that the model wants for some layers."""
-    sharding = UNDER_WAY.sharding
+    sharding = UNDER_WAY.forward_pass.sharding
     if sharding is None:
         raise FlexCPError(
             "a forward pass of the attached model on what cp.shard(batch) returned",
             "a call of one of its parts",
             "call the model itself, or attach to the part",
         )
+    known = None
+    if torch.compiler.is_compiling():
+        known = asked_while_traced(known_before_it_runs, mask_function)
+        if known is None:
+            break_graph()
+    if known is None:
+        _require_own_rows(q_length, sharding)
+        known = mask_kind(mask_function), separates_documents(mask_function)
+        certain = sharding.local_jumps
+    else:  # rows are compared when the graph runs
+        certain = sharding.infers_documents
+    kind, separates = known
+    _require_documents(separates, certain, sharding.infers_documents)
+    return LayerMask(sharding, kind)
+
+
+def _require_documents(separates: bool, certain: bool, possible: bool) -> None:
+    """Raises unless a mask separates documents as the model's code says.
+
+    Args:
+        separates: Whether it does.
+        certain: Whether it must: there are jumps, or they were not looked for, as in traced code.
+        possible: Whether it may.
+    """
+    if (certain and not separates) or (separates and not possible):
+        raise FlexCPError(
+            "documents to be inferred from position_ids "
+            + ("as most models do" if certain else "never, as the model's code says"),
+            "a mask that says otherwise",
+            "pass on the position_ids of cp.shard(batch) as they are; if you do, name documents "
+            "by document_ids, and give an attention_mask of ones",
+        )
+
+
+def _require_own_rows(q_length: int, sharding: Sharding) -> None:
     rows = sharding.plan.rows
     if q_length != rows:
         raise FlexCPError(
@@ -107,15 +160,6 @@ def name_the_mask(*, q_length: int, mask_function: Any, **_: Any) -> LayerMask:
             f"{q_length}",
             "pass on the tensors of cp.shard(batch) as they are",
         )
-    if separates_documents(mask_function) != sharding.local_jumps:
-        raise FlexCPError(
-            "documents to be inferred from position_ids "
-            + ("as most models do" if sharding.local_jumps else "never, as the model's code says"),
-            "a mask that says otherwise",
-            "pass on the position_ids of cp.shard(batch) as they are; if you do, name documents "
-            "by document_ids, and give an attention_mask of ones",
-        )
-    return LayerMask(sharding, mask_kind(mask_function))
 
 
 def attend(
@@ -171,7 +215,7 @@ def attend(
         )
     sharding, name = attention_mask.sharding, attention_mask.name
     plan = sharding.plan
-    query = _tuned(module, query, plan)
+    query = _tuned(module, query, sharding.rows)
     score_mod = None if softcap is None else _softcapped(softcap)
     if sharding.whole:  # nothing to exchange, so nothing to pack for the way either
         out = flex_attention(
@@ -194,7 +238,7 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _tuned(module: nn.Module, query: Tensor, plan: Plan) -> Tensor:
+def _tuned(module: nn.Module, query: Tensor, rows: Tensor) -> Tensor:
     """Queries of Llama 4's layers without RoPE, scaled by global instead of local positions.
 
     The layer has scaled them already, counting the tokens that it was given.
@@ -207,8 +251,7 @@ def _tuned(module: nn.Module, query: Tensor, plan: Plan) -> Tensor:
         steps = torch.floor((positions.to(query.device).float() + 1.0) / tuning.floor_scale)
         return torch.log1p(steps) * float(tuning.attn_scale) + 1.0
 
-    ratio = scale(plan.positions()) / scale(torch.arange(query.shape[2]))
-    ratio = ratio if ratio.dim() == 2 else ratio[None]
+    ratio = scale(rows) / scale(torch.arange(query.shape[2]))
     return (query * ratio[:, None, :, None]).to(query.dtype)
 
 

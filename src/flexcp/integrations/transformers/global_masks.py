@@ -29,8 +29,14 @@ _CAPTURE = "flexcp_capture"
 _OF_THE_DATA = ("packed_sequence_mask_function", "padding_mask_function")
 """Parts of a mask that come from the batch, not from the layer."""
 
-MaskKind = frozenset[Any]
-"""What a layer's mask is made of, whatever the batch: equal for equal rules."""
+_OF_IMAGES = ("blockwise_overlay", "token_type_ids_mask_function")
+"""Parts that models add for images, and that add nothing to a text."""
+
+MaskKind = str
+"""What a layer's mask is made of, whatever the batch: equal for equal rules.
+
+Words, since a compiled graph can keep them, and look names up by them.
+"""
 
 
 def _captured(**arguments: Any) -> dict[str, Any]:
@@ -155,30 +161,34 @@ def mask_kind(function: Callable[..., Any]) -> MaskKind:
     """What a mask function of Transformers is made of, without what comes from the batch.
 
     >>> from transformers import masking_utils as hf
+    >>> mask_kind(hf.sliding_window_causal_mask_function(3))
+    'causal_mask_function & sliding_window_overlay(3)'
     >>> packed = hf.packed_sequence_mask_function(torch.zeros(1, 4))
-    >>> window = hf.sliding_window_causal_mask_function(3)
-    >>> mask_kind(window) == mask_kind(hf.and_masks(window, packed))
-    True
-    >>> mask_kind(window) == mask_kind(hf.sliding_window_causal_mask_function(4))
-    False
+    >>> mask_kind(hf.and_masks(hf.causal_mask_function, packed))
+    'causal_mask_function'
     """
-    name, parts = function.__qualname__.split(".")[0], _captured_by(function)
+    return " & ".join(sorted(_rules(function))) or "everything"
+
+
+def _rules(function: Callable[..., Any]) -> set[str]:
+    """What must all hold for a mask function to hold."""
+    name, parts = _name(function), _captured_by(function)
     if name in _OF_THE_DATA:
-        return frozenset()
+        return set()
     functions = [f for f in parts if callable(f)]
     if name == "or_masks":
         functions = [f for f in functions if not _adds_nothing(f)]
-    inner = [mask_kind(f) for f in functions]
-    if name == "and_masks" or (name == "or_masks" and len(inner) == 1):
-        return frozenset().union(*inner)
-    numbers = tuple(x for x in parts if isinstance(x, int | float))
-    return frozenset({(name, numbers, frozenset(inner))})
+    if name == "and_masks" or (name == "or_masks" and len(functions) == 1):
+        return set().union(*map(_rules, functions))
+    numbers = [str(x) for x in parts if isinstance(x, int | float)]
+    inside = numbers + sorted(map(mask_kind, functions))
+    return {f"{name}({', '.join(inside)})" if inside else name}
 
 
 def _adds_nothing(function: Callable[..., Any]) -> bool:
     """Whether an overlay of images is that of a text: models add it to the masks of any batch."""
-    name, parts = function.__qualname__.split(".")[0], _captured_by(function)
-    ids = [x for x in parts if isinstance(x, Tensor)]
+    name = _name(function)
+    ids = [x for x in _captured_by(function) if isinstance(x, Tensor)]
     if name == "blockwise_overlay":  # the image of every token, -1 for text
         return all(bool((x < 0).all()) for x in ids)
     if name == "token_type_ids_mask_function":  # 1 for images, and their numbers
@@ -186,11 +196,33 @@ def _adds_nothing(function: Callable[..., Any]) -> bool:
     return False
 
 
+def known_before_it_runs(function: Callable[..., Any]) -> tuple[MaskKind, bool] | None:
+    """For `asked_while_traced`: the kind of a mask, and whether it `separates_documents`.
+
+    None where that depends on what is in the batch, which a graph does not know.
+    """
+    if _depends_on_images(function):
+        return None
+    return mask_kind(function), separates_documents(function)
+
+
+def _depends_on_images(function: Callable[..., Any]) -> bool:
+    """Whether some part of a mask function lets the tokens of an image see each other."""
+    parts = [f for f in _captured_by(function) if callable(f)]
+    return _name(function) in _OF_IMAGES or any(map(_depends_on_images, parts))
+
+
 def separates_documents(function: Callable[..., Any]) -> bool:
     """Whether Transformers took jumps in the positions that the model was given for documents."""
-    name = function.__qualname__.split(".")[0]
     parts = [f for f in _captured_by(function) if callable(f)]
-    return name == "packed_sequence_mask_function" or any(map(separates_documents, parts))
+    return _name(function) == "packed_sequence_mask_function" or any(
+        map(separates_documents, parts)
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Of the function of Transformers that a mask function was made by, or is."""
+    return function.__qualname__.split(".")[0]
 
 
 def _captured_by(function: Callable[..., Any]) -> list[Any]:
@@ -201,28 +233,13 @@ def _captured_by(function: Callable[..., Any]) -> list[Any]:
     return values
 
 
-def describe(kind: MaskKind) -> str:
-    """A kind of mask, for a person.
-
-    >>> from transformers import masking_utils as hf
-    >>> describe(mask_kind(hf.sliding_window_causal_mask_function(3)))
-    'causal_mask_function & sliding_window_overlay(3)'
-    """
-    return " & ".join(sorted(_describe_part(*part) for part in kind)) or "everything"
-
-
-def _describe_part(name: str, numbers: tuple[float, ...], inner: frozenset[MaskKind]) -> str:
-    inside = [*map(str, numbers), *sorted(map(describe, inner))]
-    return f"{name}({', '.join(inside)})" if inside else name
-
-
 def require_known(kind: MaskKind, names: Mapping[MaskKind, str]) -> str:
     """The name of a mask that the model asks for in its forward pass."""
     if kind not in names:
         raise FlexCPError(
             "layers whose masks are among those that Transformers derives from the configuration: "
-            + "; ".join(f"{name}: {describe(known)}" for known, name in names.items()),
-            f"a mask that the model builds inside its forward pass: {describe(kind)}",
+            + "; ".join(f"{name}: {known}" for known, name in names.items()),
+            f"a mask that the model builds inside its forward pass: {kind}",
             "such masks (image tokens, custom overlays) can't be made from a part of the "
             "sequence; run this model without context parallelism",
         )

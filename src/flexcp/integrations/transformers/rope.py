@@ -40,22 +40,24 @@ def tell_the_last_position(module: nn.Module) -> list[RemovableHandle]:
 def _append(
     _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    sharding = UNDER_WAY.sharding
+    sharding = UNDER_WAY.forward_pass.sharding
     if sharding is None or sharding.last_position is None:
         return None
     if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": _with(kwargs["position_ids"], sharding)}
+        return args, {
+            **kwargs,
+            "position_ids": _with(kwargs["position_ids"], sharding.last_position),
+        }
     x, position_ids, *rest = args
-    return (x, _with(position_ids, sharding), *rest), kwargs
+    return (x, _with(position_ids, sharding.last_position), *rest), kwargs
 
 
-def _with(position_ids: Tensor, sharding: Any) -> Tensor:
-    last = torch.full_like(position_ids[:, :1], sharding.last_position)
-    return torch.cat([position_ids, last], dim=1)
+def _with(position_ids: Tensor, last: Tensor) -> Tensor:
+    return torch.cat([position_ids, last.to(position_ids).expand(len(position_ids), 1)], dim=1)
 
 
 def _drop(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
-    sharding = UNDER_WAY.sharding
+    sharding = UNDER_WAY.forward_pass.sharding
     if sharding is None or sharding.last_position is None:
         return None
     return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
