@@ -137,6 +137,15 @@ def fake_mode_is_on() -> bool:
     return _dispatch_mode(_mode_keys.FAKE) is not None
 
 
+def is_recorded() -> bool:
+    """Whether `make_fx` writes down what operators do.
+
+    >>> is_recorded()
+    False
+    """
+    return _dispatch_mode(_mode_keys.PROXY) is not None
+
+
 _dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")
 _mode_keys: Any = find("torch._C._TorchDispatchModeKey")
 

@@ -19,7 +19,7 @@ from flexcp.kernels.triton.available import (
 from flexcp.kernels.triton.emit import unknown_step
 from flexcp.kernels.triton.tuning import names_every_kernel
 from flexcp.kernels.varlen import VarlenOps
-from flexcp.torch_names import fake_mode_is_on, is_transformed
+from flexcp.torch_names import fake_mode_is_on, is_recorded, is_transformed
 
 _FEWEST_QUERIES = 32
 """Keys are put side by side before the C++ kernel multiplies them, which fewer don't repay."""
@@ -43,6 +43,8 @@ def native_library(q: Tensor, v: Tensor) -> Library | str:
         return f"it does not take {q.dtype}"
     if fake_mode_is_on() or any(type(x) not in _PLAIN or is_transformed(x) for x in (q, v)):
         return "the tensors have no memory of their own"
+    if is_recorded():
+        return "operators are being recorded, and it is none"
     found = library()
     if isinstance(found, Library) and q.dtype not in found.dtypes:
         return f"the compiler does not know {q.dtype}"

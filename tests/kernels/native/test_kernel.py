@@ -5,6 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexcp
 from flexcp import FlexCPError, Mask, masks, testing
@@ -246,6 +247,47 @@ def test_strided_and_expanded_tensors_are_read_as_they_are(native: NativeKernel)
         native.forward(q, one, v, compiled, scale=0.4).out,
         native.forward(q, one.contiguous(), v, compiled, scale=0.4).out,
     )
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad_out"])
+def test_tensors_that_are_negated_when_they_are_read_are_negated(which: str) -> None:
+    lazily = torch.complex(torch.randn(1, 2, 100, 16), torch.randn(1, 2, 100, 16)).conj().imag
+    assert lazily.is_neg()
+
+    def run(x: Tensor) -> list[Tensor]:
+        given = {name: torch.ones(1, 2, 100, 16).cumsum(2) / 100 for name in ("q", "k", "v")}
+        given["grad_out"] = torch.ones(1, 2, 100, 16)
+        given[which] = x
+        q, k, v = (given[name].detach().requires_grad_() for name in "qkv")
+        out = flexcp.flex_attention(q, k, v, kernel_options={"kernel": "native"})
+        return [out, *torch.autograd.grad(out, (q, k, v), given["grad_out"])]
+
+    for actual, wanted in zip(run(lazily), run(lazily.resolve_neg()), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_recorded_operators_are_those_of_another_kernel() -> None:
+    x = torch.randn(1, 2, 64, 8)
+
+    def call(q: Tensor) -> Tensor:
+        return flexcp.flex_attention(q, x, x, kernel_options={"kernel": "native"})
+
+    with pytest.raises(FlexCPError, match="operators are being recorded"):
+        make_fx(call)(x)
+
+
+def test_sums_over_many_tiles_keep_their_small_terms(native: NativeKernel) -> None:
+    length = 50_000
+    q, k = torch.zeros(1, 1, 32, 8), torch.zeros(1, 1, length, 8)
+    v = torch.full((1, 1, length, 8), 0.3)
+    compiled = CompiledShapes(flexcp.kernels.interface.full_shapes(32, length))
+    found = native.forward(q, k, v, compiled, scale=1.0)
+    assert_close(found.out, torch.full_like(found.out, 0.3).double(), dtype=torch.float32)
+    turned = CompiledShapes(flexcp.kernels.interface.full_shapes(length, 32))
+    back = native.backward(
+        v, k, q, q, torch.zeros_like(v), torch.zeros(1, 1, length), turned, scale=1.0
+    )
+    assert_close(back.v, torch.full_like(q, 0.3 * length).double(), dtype=torch.float32, factor=4)
 
 
 def test_keys_that_no_query_sees_are_not_even_read(native: NativeKernel) -> None:

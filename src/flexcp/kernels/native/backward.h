@@ -6,7 +6,6 @@
 
 namespace {
 
-constexpr int64_t MOST_SUMS = int64_t{1} << 30;  // bytes that sums of a head's shares may take
 constexpr double BUSY = 0.8;  // share of the threads' time that is not to be waited for others
 
 // Scores and the weights' gradients of a tile to weights and the scores' gradients, in place.
@@ -152,7 +151,7 @@ inline int64_t shares_of(const Call& c, int64_t heads, int64_t sum_size) {
         return static_cast<double>(tasks) / (ceil_div(tasks, c.threads) * c.threads);
     };
     while (busy() < BUSY && shares * 2 <= c.lines &&
-           heads * shares * 2 * sum_size * int64_t{sizeof(float)} <= MOST_SUMS)
+           heads * shares * 2 * sum_size * int64_t{sizeof(float)} <= 4 * MOST_BYTES)
         shares *= 2;
     return shares;
 }

@@ -18,7 +18,7 @@ from flexcp.kernels.preferences import cache_folder
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("attention.cpp", "forward.h", "backward.h", "tiles.h", "vectors.h")
-_COMPILERS = ("g++", "c++", "clang++")
+_COMPILERS = ("g++", "c++")
 FLAGS = (
     "-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fPIC", "-fopenmp",
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
@@ -123,6 +123,8 @@ def _compile(command: str, extra: tuple[str, ...], to: Path) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(linked.read_bytes())
+                file.flush()
+                os.fsync(handle)
             Path(name).chmod(0o755)
             os.replace(name, to)
         except BaseException:

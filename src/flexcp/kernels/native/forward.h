@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr float LOWEST = -3.0e38f;  // below every score: a row that has seen nothing yet
+constexpr float LOWEST = -3.402823466e38f;  // no score is below it: a row that has seen nothing
 
 // The state of a query tile's rows.
 struct Softmax {
@@ -36,7 +36,9 @@ struct Softmax {
                 store(row + d, nothing ? Vec{} : load(row + d) * inverse);
             for (int64_t d = 0; d < c.value_dim; d++) to[d * c.out.element] = row[d];
             number(c.lse, b, h, i0 + r) = nothing ? -INFINITY : highest[r] + std::log(sum[r]);
-            if (c.largest.data) number(c.largest, b, h, i0 + r) = nothing ? -INFINITY : highest[r];
+            if (c.largest.data)
+                number(c.largest, b, h, i0 + r) =
+                    nothing ? -INFINITY : std::isnan(sum[r]) ? sum[r] : highest[r];
         }
     }
 

@@ -46,6 +46,7 @@ class NativeKernel:
             result = Partial(out, lse, torch.empty_like(lse) if max_scores else None)
         else:
             result = former
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
         self.library.run(
             self.library.forward,
             {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse,
@@ -86,6 +87,7 @@ class NativeKernel:
             delta = self.delta(grad_out, out, grad_lse)
         found_q = torch.empty(q.shape, dtype=torch.float32) if grad_q is None else grad_q
         found_k, found_v = grad_kv or (torch.empty(x.shape, dtype=torch.float32) for x in (k, v))
+        grad_out, q, k, v = (x.resolve_neg() for x in (grad_out, q, k, v))
         self.library.run(
             self.library.backward,
             {"q": q, "k": k, "v": v, "grad_out": grad_out, "lse": lse, "delta": delta,

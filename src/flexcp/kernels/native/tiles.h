@@ -170,14 +170,16 @@ struct Panels {
 };
 
 // Key heads are taken a few at a time, so that what is packed of them is still in the cache when it
-// is read, and memory is reused; yet enough to give every thread its share.
-constexpr int64_t CACHE_BYTES = 8 << 20;
+// is read, and memory is reused; yet enough to give every thread its share, as far as memory allows.
+constexpr int64_t CACHE_BYTES = 8 << 20, MOST_BYTES = 256 << 20;
 
 inline int64_t heads_at_once(const Call& c, int64_t bytes_of_head, int64_t tasks_of_head,
                              int64_t tasks_of_thread) {
-    const int64_t small = CACHE_BYTES / std::max<int64_t>(bytes_of_head, 1);
-    const int64_t busy = ceil_div(c.threads * tasks_of_thread, std::max<int64_t>(tasks_of_head, 1));
-    return std::clamp<int64_t>(std::max(small, busy), 1, std::max<int64_t>(c.batch * c.kv_heads, 1));
+    const int64_t bytes = std::max<int64_t>(bytes_of_head, 1);
+    const int64_t tasks = c.threads > 1 ? c.threads * tasks_of_thread : 1;
+    const int64_t busy = ceil_div(tasks, std::max<int64_t>(tasks_of_head, 1));
+    const int64_t found = std::max(CACHE_BYTES / bytes, std::min(busy, MOST_BYTES / bytes));
+    return std::clamp<int64_t>(found, 1, std::max<int64_t>(c.batch * c.kv_heads, 1));
 }
 
 // Which key tiles of each plane some query sees: [planes][tiles].
@@ -247,7 +249,7 @@ inline void for_tiles(const Call& c, int64_t line, Each each) {
     for (int64_t t = c.full_start[line]; t < c.full_start[line + 1]; t++)
         for (int64_t j = c.full_tile[t]; j < c.full_stop[t]; j++) each(Tile{j, nullptr});
     for (int64_t t = c.partial_start[line]; t < c.partial_start[line + 1]; t++)
-        each(Tile{c.partial_tile[t], c.patterns + c.partial_pattern[t] * WORDS * TILE});
+        each(Tile{c.partial_tile[t], c.patterns + int64_t{c.partial_pattern[t]} * WORDS * TILE});
 }
 
 // Where the pairs of a tile are, by groups of MR rows and panels of NR columns: the rest of a tile

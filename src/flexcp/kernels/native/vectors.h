@@ -70,16 +70,14 @@ inline Vec exp_of(Vec x) {
 }
 
 // c[MR][NR] = a b, or with ADD c + a b. Element (r, d) of a is at a[d * STEP + r * ROW], that of b
-// at b[d * NR + r]. The sums stay in registers; a reads as numbers, b as vectors.
+// at b[d * NR + r]. The sums stay in registers, and are added to c when they are complete: one term
+// at a time would be lost beside the sum of many tiles.
 template <int STEP, int ROW, bool ADD>
 inline void multiply(const float* __restrict a, const float* __restrict b, float* __restrict c,
                      int64_t c_row, int depth) {
     Vec sums[MR][2];
 #pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) {
-        sums[r][0] = ADD ? load(c + r * c_row) : Vec{};
-        sums[r][1] = ADD ? load(c + r * c_row + WIDTH) : Vec{};
-    }
+    for (int r = 0; r < MR; r++) sums[r][0] = sums[r][1] = Vec{};
     for (int d = 0; d < depth; d++) {
         const Vec b0 = load(b), b1 = load(b + WIDTH);
 #pragma GCC unroll 16
@@ -93,8 +91,9 @@ inline void multiply(const float* __restrict a, const float* __restrict b, float
     }
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) {
-        store(c + r * c_row, sums[r][0]);
-        store(c + r * c_row + WIDTH, sums[r][1]);
+        float* to = c + r * c_row;
+        store(to, ADD ? load(to) + sums[r][0] : sums[r][0]);
+        store(to + WIDTH, ADD ? load(to + WIDTH) + sums[r][1] : sums[r][1]);
     }
 }
 
