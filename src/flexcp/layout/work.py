@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
-from flexcp.grid.analysis.indexing import take
 from flexcp.grid.row_areas import row_areas
 from flexcp.grid.row_ranges import row_ranges
 from flexcp.grid.rows import areas_by_plane, hull_of_tiles, tile_seams, token_areas
@@ -140,7 +139,7 @@ class Work:
     def until(self, edges: Tensor) -> Tensor:
         """int64 Pairs of all rows before some positions, exactly."""
         if not bool((edges % self.block).any()):
-            return take(self.before, torch.div(edges, self.block, rounding_mode="floor"))
+            return self.before[torch.div(edges, self.block, rounding_mode="floor")]
         if self._exact_rows is not None:
             return self._exact_rows[edges]
         edges, back = torch.unique(edges, return_inverse=True)

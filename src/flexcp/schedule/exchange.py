@@ -40,9 +40,7 @@ def exchange(
     if at_once:
         number = torch.zeros_like(distance)
     elif few_rounds and len(user):
-        which, number, start, stop = even_parts(
-            user, distance, start, stop, limit, few_rounds, turned=True
-        )
+        which, number, start, stop = even_parts(user, distance, start, stop, limit, few_rounds)
         user, owner = user[which], owner[which]
     else:
         number = _rounds(distance, user, stop - start, layout.ranks, limit)[distance]
@@ -93,22 +91,14 @@ class OwnWork:
 
 
 def even_parts(
-    user: Tensor,
-    distance: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    limit: int,
-    rounds: int,
-    *,
-    turned: bool = False,
+    user: Tensor, distance: Tensor, start: Tensor, stop: Tensor, limit: int, rounds: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stretches, cut so that each round has as much of every message: which, round, start, stop.
 
     A message is all that one rank sends to another. The cuts of short ones are staggered, so that
-    the rows of a round are even as well. No rank receives more than `limit` rows in one. If
-    `turned`, every other message of a rank begins with its last rows: under a causal mask first
-    rows are more work than last ones, and a rank with most of its work in some rounds would hold up
-    the others.
+    the rows of a round are even as well. No rank receives more than `limit` rows in one. Every
+    other message of a rank begins with its last rows: under a causal mask first rows are more work
+    than last ones, and a rank with most of its work in some rounds would hold up the others.
     """
     pair = user * (int(distance.max()) + 1) + distance
     order = torch.argsort(pair, stable=True)
@@ -123,7 +113,7 @@ def even_parts(
     low, high = begins - first[message], ends - first[message]
     whose = user[opens]
     turn = torch.arange(whose.numel()) - torch.searchsorted(whose, whose)
-    back = (turn % 2 == 1)[message] & turned
+    back = (turn % 2 == 1)[message]
     whole = size[message]
     low, high = torch.where(back, whole - high, low), torch.where(back, whole - low, high)
     received = torch.zeros(int(user.max()) + 1, dtype=torch.int64)

@@ -35,7 +35,6 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
             room[node] -= count
             new = new[count:]
     left = [rank for rank in range(ranks) if rank not in node_of]
-    for ranks_of_node, count in zip(nodes, room, strict=True):
-        ranks_of_node += left[:count]
-        left = left[count:]
+    for own, count in zip(nodes, room, strict=True):
+        own += [left.pop(0) for _ in range(count)]  # there is room for all ranks, and no more
     return [rank for node in nodes for rank in sorted(node)]

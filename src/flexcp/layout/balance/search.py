@@ -129,23 +129,25 @@ def _of_work(
 
 
 def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
-    """The best of some deals after a local search: even enough, then cheap."""
-    best: Deal | None = None
-    prices = (d.price() for d in deals if d.imbalance() <= objective.enough)
-    most = objective.enough * min(prices, default=math.inf)
+    """The best of some deals after a local search: even enough, then cheap, or moving less."""
+    enough, tried = objective.enough, list[Deal]()
+    most = enough * min((d.price() for d in deals if d.imbalance() <= enough), default=math.inf)
     for deal in sorted(deals, key=Deal.least_price):
         # One document is cut as evenly as its rows allow; single ones are traded if that is felt.
         uneven = (deal.imbalance() - objective.even) * deal.mean
         if len(deal.documents) > 1 or uneven > objective.worth * deal.price():
             improve(deal, most)
-        both = [best, deal] if best else [deal]
-        best = min(both, key=lambda d: (d.imbalance() > objective.enough, d.price()))
-        if best.imbalance() <= objective.enough:
-            most = min(most, objective.enough * best.price())
+        tried.append(deal)
+        best = min(tried, key=lambda d: (d.imbalance() > enough, d.price()))
+        if best.imbalance() <= enough:
+            most = min(most, enough * best.price())
         if best.price() <= objective.good * best.mean:
             break
-    assert best is not None
-    return best
+    limits = max(enough, best.imbalance()), (1 + enough) / 2 * best.price()
+    near = [d for d in tried if d.imbalance() <= limits[0] and d.price() <= limits[1]]
+    moved = [sum(s.needs for s in d.shares) for d in near]
+    much = (1 + objective.small) * min(moved)
+    return min((d for d, rows in zip(near, moved, strict=True) if rows <= much), key=Deal.price)
 
 
 def _bounds(work: Work, ranks: int, dense: int, objective: Objective) -> tuple[int, int]:
