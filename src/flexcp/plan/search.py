@@ -321,7 +321,9 @@ def _by_bound(
     while queue:
         least, with_rows, group_size = heapq.heappop(queue)
         best = min(found, key=lambda c: c.price, default=None)
-        if best and (_is_near_bound(found) or least >= best.price):
+        # Even work without a transfer bounds all splits, but not with the time of swaps in it.
+        near = best and best.group_size == 1 and _is_near_bound(found)
+        if best and (near or least >= best.price):
             if least > _NEAR * best.price:
                 return
             most = int(loads.bytes_received(problem).max()) if group_size == 1 else best.received
