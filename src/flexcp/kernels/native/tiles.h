@@ -276,14 +276,27 @@ struct Outline {
     }
 };
 
+// Tiles are mostly taken in order: while one is computed, the processor fetches what the next one
+// needs, which stands behind it in memory and is further away than a product can wait for. There may
+// be nothing behind it: such a request is not carried out.
+constexpr int CACHE_LINE = 64 / sizeof(float);
+
+// Asks for the `which`-th of `parts` parts of some memory.
+inline void ask_for(const float* from, int64_t floats, int which, int parts) {
+    for (int64_t i = which * CACHE_LINE; i < floats; i += parts * CACHE_LINE)
+        __builtin_prefetch(from + i, 0, 2);
+}
+
 // to[TILE][TILE] = a b, where the tile has pairs: a and b are packed across, `depth` wide.
 inline void products(const float* a, const float* b, const Outline& outline, int groups,
                      int64_t depth, float* to) {
     for (int p = 0; p < PANELS; p++)
         for (int g = 0; g < groups; g++)
-            if (outline.panels[g] >> p & 1)
+            if (outline.panels[g] >> p & 1) {
+                ask_for(b + (TILE + p * NR) * depth, NR * depth, g, groups);
                 multiply<MR, 1, false>(a + g * MR * depth, b + p * NR * depth,
                                        to + g * MR * TILE + p * NR, TILE, static_cast<int>(depth));
+            }
 }
 
 // to[TILE][width] += weights values: values are packed along.
@@ -291,11 +304,13 @@ inline void add_products(const float* weights, const float* values, const Outlin
                          int groups, int64_t width, float* to) {
     for (int64_t d = 0; d < width; d += NR)
         for (int g = 0; g < groups; g++)
-            if (outline.panels[g])
+            if (outline.panels[g]) {
+                ask_for(values + (width + d) * TILE, TILE * NR, g, groups);
                 multiply<1, TILE, true>(weights + g * MR * TILE + outline.first[g],
                                         values + d * TILE + outline.first[g] * NR,
                                         to + g * MR * width + d, width,
                                         outline.last[g] - outline.first[g]);
+            }
 }
 
 // to[TILE][width] += transposed(weights) rows: rows are packed along.
@@ -314,9 +329,13 @@ inline void add_transposed(const float* weights, const float* rows, const Outlin
         for (int j = 0; j < TILE; j += MR) {
             const int p = j / NR, q = (j + MR - 1) / NR;
             const int from = std::min(begin[p], begin[q]), upto = std::max(end[p], end[q]);
-            if (from < upto)
+            if (from < upto) {
+                for (int r = 0; r < MR; r++)
+                    for (int i = 0; i < NR; i += CACHE_LINE)
+                        __builtin_prefetch(to + (TILE + j + r) * width + d + i, 1, 2);
                 multiply<TILE, 1, true>(weights + from * TILE + j, rows + d * TILE + from * NR,
                                         to + j * width + d, width, upto - from);
+            }
         }
 }
 
