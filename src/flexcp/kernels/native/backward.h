@@ -12,18 +12,17 @@ constexpr double BUSY = 0.8;  // share of the threads' time that is not to be wa
 template <bool PARTIAL, bool DROPS>
 void weigh_back(float* s, float* dp, const Tile& tile, const Outline& outline, int count,
                 int groups, const float* lse, const float* delta, const Kept* kept, float factor) {
+    const Limits limits;
     for (int r = 0; r < groups * MR; r++) {
         float *row = s + r * TILE, *grad = dp + r * TILE;
         const int begin = r >= count ? TILE : PARTIAL ? outline.first[r / MR] : 0;
         const int end = r >= count || !PARTIAL ? TILE : outline.last[r / MR];
-        for (float* x : {row, grad}) {
-            std::memset(x, 0, begin * sizeof(float));
-            std::memset(x + end, 0, (TILE - end) * sizeof(float));
-        }
+        for (int j = 0; j < begin; j += WIDTH) store(row + j, Vec{}), store(grad + j, Vec{});
+        for (int j = end; j < TILE; j += WIDTH) store(row + j, Vec{}), store(grad + j, Vec{});
         if (begin == end) continue;
         const Vec less = splat(lse[r]), mean = splat(delta[r]);
         for (int j = begin; j < end; j += WIDTH) {
-            const Vec p = exp_of(load(row + j) - less);
+            const Vec p = exp_of(load(row + j) - less, limits);
             Vec weight = p, g = load(grad + j);
             if (DROPS) {
                 const IntVec stays = kept->of(r, j);

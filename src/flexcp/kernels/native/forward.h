@@ -57,33 +57,41 @@ struct Softmax {
     }
 };
 
-// Scores of a tile to weights, in place.
+// Scores of a tile to weights, in place. All rows of a group have their highest score before the
+// first has its weights: the processor does several at a time, which one row alone can't offer.
 template <bool PARTIAL, bool DROPS>
 void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, int count,
            const Kept* kept, float factor) {
-    for (int r = 0; r < count; r++) {
-        const int begin = PARTIAL ? outline.first[r / MR] : 0;
-        const int end = PARTIAL ? outline.last[r / MR] : TILE;
+    const Limits limits;
+    for (int r0 = 0; r0 < count; r0 += MR) {
+        const int begin = PARTIAL ? outline.first[r0 / MR] : 0;
+        const int end = PARTIAL ? outline.last[r0 / MR] : TILE;
         if (PARTIAL && begin == end) continue;
-        float* row = s + r * TILE;
-        Vec top = splat(LOWEST);
-        for (int j = begin; j < end; j += WIDTH) {
-            Vec x = load(row + j);
-            if (PARTIAL) x = tile.allowed(r, j) ? x : splat(LOWEST);
-            top = x > top ? x : top;
+        const int upto = std::min(r0 + MR, count);
+        for (int r = r0; r < upto; r++) {
+            const float* row = s + r * TILE;
+            Vec top = splat(LOWEST);
+            for (int j = begin; j < end; j += WIDTH) {
+                Vec x = load(row + j);
+                if (PARTIAL) x = tile.allowed(r, j) ? x : splat(LOWEST);
+                top = x > top ? x : top;
+            }
+            rows.raise(r, largest(top));
         }
-        rows.raise(r, largest(top));
-        // A row that has seen nothing has no highest score to subtract.
-        const Vec less = splat(rows.highest[r] <= LOWEST ? 0.0f : rows.highest[r]);
-        Vec sum = {};
-        for (int j = begin; j < end; j += WIDTH) {
-            Vec p = exp_of(load(row + j) - less);
-            if (PARTIAL) p = tile.allowed(r, j) ? p : Vec{};
-            sum += p;
-            if (DROPS) p = kept->of(r, j) ? p * factor : Vec{};
-            store(row + j, p);
+        for (int r = r0; r < upto; r++) {
+            float* row = s + r * TILE;
+            // A row that has seen nothing has no highest score to subtract.
+            const Vec less = splat(rows.highest[r] <= LOWEST ? 0.0f : rows.highest[r]);
+            Vec sum = {};
+            for (int j = begin; j < end; j += WIDTH) {
+                Vec p = exp_of(load(row + j) - less, limits);
+                if (PARTIAL) p = tile.allowed(r, j) ? p : Vec{};
+                sum += p;
+                if (DROPS) p = kept->of(r, j) ? p * factor : Vec{};
+                store(row + j, p);
+            }
+            rows.sum[r] += total(sum);
         }
-        rows.sum[r] += total(sum);
     }
 }
 

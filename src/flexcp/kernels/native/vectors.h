@@ -34,25 +34,50 @@ constexpr int32_t BITS[] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  
                             1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
 static_assert(WIDTH <= 16);
 
+typedef float Four __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define FLEXCP_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t FourPlaces __attribute__((vector_size(16)));
+#define FLEXCP_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, FourPlaces{__VA_ARGS__})
+#endif
+
+// All numbers of a vector as one, in a fixed order.
+template <typename Join>
+inline float joined(Vec x, Join join) {
+    Four parts[WIDTH / 4];
+    std::memcpy(parts, &x, sizeof x);
+#pragma GCC unroll 4
+    for (int i = 1; i < WIDTH / 4; i++) parts[0] = join(parts[0], parts[i]);
+    const Four two = join(parts[0], FLEXCP_SHUFFLE(parts[0], parts[0], 2, 3, 0, 1));
+    return join(two, FLEXCP_SHUFFLE(two, two, 1, 0, 3, 2))[0];
+}
+
 inline float largest(Vec x) {
-    float found = x[0];
-#pragma GCC unroll 16
-    for (int i = 1; i < WIDTH; i++) found = x[i] > found ? x[i] : found;
-    return found;
+    return joined(x, [](Four a, Four b) { return a > b ? a : b; });
 }
 
 inline float total(Vec x) {
-    float found = 0;
-#pragma GCC unroll 16
-    for (int i = 0; i < WIDTH; i++) found += x[i];
-    return found;
+    return joined(x, [](Four a, Four b) { return a + b; });
 }
 
+// What `exp_of` keeps powers of 2 between. The compiler is not to know these numbers: GCC takes two
+// instructions to compare with a constant, and one to compare with another vector.
+struct Limits {
+    Vec least, most;
+
+    Limits() {
+        float ends[] = {-127.0f, 128.0f};
+        asm("" : "+m"(ends));
+        least = splat(ends[0]), most = splat(ends[1]);
+    }
+};
+
 // e to the power of x: 0 below 2**-127, infinity from 2**128 on; NaN stays NaN.
-inline Vec exp_of(Vec x) {
+inline Vec exp_of(Vec x, const Limits& limits = Limits()) {
     x = x * 1.44269504088896340736f;  // 2 to the power of this
-    x = x < splat(-127.0f) ? splat(-127.0f) : x;
-    x = x > splat(128.0f) ? splat(128.0f) : x;
+    x = limits.least > x ? limits.least : x;
+    x = limits.most < x ? limits.most : x;
     // 1.5 * 2**23 rounds to a whole number; 127 more makes its low bits those of an exponent.
     const Vec magic = splat(12582912.0f + 127.0f);
     const Vec rounded = x + magic;
@@ -96,14 +121,6 @@ inline void multiply(const float* __restrict a, const float* __restrict b, float
         store(to + WIDTH, ADD ? load(to + WIDTH) + sums[r][1] : sums[r][1]);
     }
 }
-
-typedef float Four __attribute__((vector_size(16)));
-#if defined(__clang__)
-#define FLEXCP_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-typedef int32_t FourPlaces __attribute__((vector_size(16)));
-#define FLEXCP_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, FourPlaces{__VA_ARGS__})
-#endif
 
 // to[d][r] = factor * from[r][d], of 4 x 4 numbers.
 inline void transpose_4(const float* from, int64_t from_row, float* to, int64_t to_row,
