@@ -59,11 +59,11 @@ struct QueryTile {
     }
 
     void begin(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
-        read.read(c.q, b, h, i0, c.q_len, c.head_dim);
+        read.read(c.q, b, h, i0, c.q_len, c.head_dim, true);
         q_finite = read.finite;
         read.pack_across<MR>(q.get(), static_cast<float>(c.scale));
         read.pack_along(q_rows.get());
-        read.read(c.grad_out, b, h, i0, c.q_len, c.value_dim);
+        read.read(c.grad_out, b, h, i0, c.q_len, c.value_dim, true);
         g_finite = read.finite;
         read.pack_across<MR>(g.get());
         read.pack_along(g_rows.get());
@@ -76,14 +76,9 @@ struct QueryTile {
     }
 
     void end(const Call& c, int64_t b, int64_t h, int64_t i0, int count) const {
-        const float scale = static_cast<float>(c.scale);
-        for (int r = 0; r < count; r++) {
-            float* to = row_of<float>(c.grad_q, b, h, i0 + r);
-            for (int64_t d = 0; d < c.head_dim; d++) {
-                float& x = to[d * c.grad_q.element];
-                x = (c.has_former ? x : 0.0f) + dq[r * padded(c.head_dim) + d] * scale;
-            }
-        }
+        for (int r = 0; r < count; r++)
+            write_row(c.grad_q, b, h, i0 + r, dq.get() + r * padded(c.head_dim), c.head_dim,
+                      static_cast<float>(c.scale), c.has_former);
     }
 };
 
@@ -132,7 +127,7 @@ struct KeyPanels {
     bool complete() const { return across.data && along.data && values.data; }
 
     void pack(const Call& c, int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) const {
-        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
+        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim, true);
         rows.pack_across<NR>(across.at(n));
         rows.pack_along(along.at(n));
         across.finite[n] = rows.finite;
@@ -194,14 +189,11 @@ int backward_heads(const Call& c, int64_t first, int64_t last, const KeyPanels& 
             if (failed) continue;
             const int64_t head = n / c.kv_len, b = (first + head) / c.kv_heads;
             const int64_t g = (first + head) % c.kv_heads, i = n % c.kv_len;
-            const float* own_sums = sums + head * shares * sum_size;
-            const auto write = [&](const Rows& x, const float* from, int64_t width, float factor) {
-                float* to = row_of<float>(x, b, g, i);
-                for (int64_t d = 0; d < width; d++) {
-                    float sum = from[d];
-                    for (int64_t m = 1; m < shares; m++) sum += from[m * sum_size + d];
-                    to[d * x.element] = sum * factor;
-                }
+            float* own_sums = sums + head * shares * sum_size;
+            const auto write = [&](const Rows& x, float* sum, int64_t width, float factor) {
+                for (int64_t m = 1; m < shares; m++)
+                    for (int64_t d = 0; d < width; d++) sum[d] += sum[m * sum_size + d];
+                write_row(x, b, g, i, sum, width, factor);
             };
             write(c.grad_k, own_sums + i * D, c.head_dim, static_cast<float>(c.scale));
             write(c.grad_v, own_sums + tiles * TILE * D + i * V, c.value_dim, 1.0f);

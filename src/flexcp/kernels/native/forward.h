@@ -30,11 +30,9 @@ struct Softmax {
     void end(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
         for (int r = 0; r < count; r++) {
             const bool nothing = sum[r] == 0;
-            const float inverse = nothing ? 0.0f : 1.0f / sum[r];
-            float *to = row_of<float>(c.out, b, h, i0 + r), *row = out.get() + r * width;
-            for (int64_t d = 0; d < width; d += WIDTH)
-                store(row + d, nothing ? Vec{} : load(row + d) * inverse);
-            for (int64_t d = 0; d < c.value_dim; d++) to[d * c.out.element] = row[d];
+            float* row = out.get() + r * width;
+            if (nothing) std::memset(row, 0, width * sizeof(float));
+            write_row(c.out, b, h, i0 + r, row, c.value_dim, nothing ? 1.0f : 1.0f / sum[r]);
             number(c.lse, b, h, i0 + r) = nothing ? -INFINITY : highest[r] + std::log(sum[r]);
             if (c.largest.data)
                 number(c.largest, b, h, i0 + r) =
@@ -157,7 +155,7 @@ int forward(const Call& c) {
         const auto pack = [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
             rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
             rows.pack_across<NR>(keys.at(n));
-            rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
+            rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim, true);
             rows.pack_along(values.at(n));
             values.finite[n] = rows.finite;
         };

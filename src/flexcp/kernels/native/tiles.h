@@ -55,6 +55,19 @@ inline float& number(const Rows& x, int64_t b, int64_t h, int64_t i) {
     return *row_of<float>(x, b, h, i);
 }
 
+// Row i of a tensor of float32 is `factor` times some numbers, or with `adds` so much more.
+inline void write_row(const Rows& x, int64_t b, int64_t h, int64_t i, const float* __restrict from,
+                      int64_t width, float factor, bool adds = false) {
+    float* __restrict to = row_of<float>(x, b, h, i);
+    if (x.element != 1)
+        for (int64_t d = 0; d < width; d++)
+            to[d * x.element] = (adds ? to[d * x.element] : 0.0f) + from[d] * factor;
+    else if (adds)
+        for (int64_t d = 0; d < width; d++) to[d] += from[d] * factor;
+    else
+        for (int64_t d = 0; d < width; d++) to[d] = from[d] * factor;
+}
+
 struct Bfloat16 {
     uint16_t bits;
 };
@@ -78,12 +91,12 @@ struct Widened {
     Buffer data;
     const float* from = nullptr;  // data, or the tensor itself if it is float32
     int64_t width = 0, stride = 0;
-    bool finite = true;  // whether none is NaN or infinite
+    bool finite = true;  // whether none is NaN or infinite, if that was asked
 
     explicit Widened(int64_t most) : data(buffer(TILE * most)) {}
 
-    void read(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length,
-              int64_t columns) {
+    void read(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length, int64_t columns,
+              bool asks_finite = false) {
         const int64_t rows = std::min<int64_t>(TILE, length - first);
         from = data.get(), width = stride = columns;
         if (x.type == 0 && x.element == 1 && rows == TILE)
@@ -96,6 +109,7 @@ struct Widened {
         else if (x.type == 2)
             copy<_Float16>(x, b, h, first, rows);
 #endif
+        if (!asks_finite) return;
         constexpr int32_t exponent = 0x7f800000;
         IntVec special = {};
         for (int64_t r = 0; r < rows; r++) {
@@ -115,15 +129,16 @@ struct Widened {
     // As panels of ACROSS rows: [TILE / ACROSS][width][ACROSS].
     template <int ACROSS>
     void pack_across(float* to, float factor = 1.0f) const {
-        constexpr int FOURS = ACROSS / 4 * 4;
+        static_assert(ACROSS % 2 == 0 && ACROSS >= 4);
         const int64_t whole = width / 4 * 4;
         for (int64_t i = 0; i < TILE; i += ACROSS, to += width * ACROSS) {
             const float* rows = from + i * stride;
+            // Of 6 rows the middle ones are written twice, which is faster than one by one.
             for (int64_t d = 0; d < whole; d += 4)
-                for (int64_t r = 0; r < FOURS; r += 4)
+                for (int64_t r = 0; r < ACROSS; r += r + 4 < ACROSS && r + 8 > ACROSS ? 2 : 4)
                     transpose_4(rows + r * stride + d, stride, to + d * ACROSS + r, ACROSS, factor);
-            for (int64_t d = 0; d < width; d++)
-                for (int64_t r = d < whole ? FOURS : 0; r < ACROSS; r++)
+            for (int64_t d = whole; d < width; d++)
+                for (int64_t r = 0; r < ACROSS; r++)
                     to[d * ACROSS + r] = factor * rows[r * stride + d];
         }
     }
