@@ -144,14 +144,16 @@ def write_preferences(path: Path, device: torch.device, orders: Iterable[KernelO
     forget_preferences()
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     """Writes a file so that whoever reads it finds the former content or this one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(handle)
+        Path(name).chmod(mode)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -25,14 +25,14 @@ _FEWEST_QUERIES = 32
 """Keys are put side by side before the C++ kernel multiplies them, which fewer don't repay."""
 
 
-def why_not_native(q: Tensor, v: Tensor) -> str | None:
-    """Why the C++ kernel can't do a call, or is slower for it than fused ops; None if neither."""
+def native_if_faster(q: Tensor, v: Tensor) -> Library | str:
+    """The compiled C++ kernel; or why it can't do a call, or is slower for it than fused ops."""
     if q.dtype in TYPES and q.dtype != torch.float32 and CPU_FLASH.multiplies(q.dtype):
         return f"not in C++, which computes in float32: the processor multiplies {q.dtype}"
     if q.shape[2] < _FEWEST_QUERIES:
         return f"not in C++, which needs {_FEWEST_QUERIES} queries to be faster"
     found = native_library(q, v)
-    return f"not in C++: {found}" if isinstance(found, str) else None
+    return f"not in C++: {found}" if isinstance(found, str) else found
 
 
 def native_library(q: Tensor, v: Tensor) -> Library | str:

@@ -19,12 +19,11 @@ from flexcp.kernels.native.kernel import NativeKernel
 from flexcp.kernels.native.library import Library
 from flexcp.kernels.preferences import KernelOrder, preferences_for
 from flexcp.kernels.refusals import (
-    native_library,
+    native_if_faster,
     require_flex,
     require_native,
     require_triton_call,
     require_varlen,
-    why_not_native,
     why_not_triton,
 )
 from flexcp.kernels.score import ScoreLike, check_score_mod
@@ -198,11 +197,10 @@ def choose(
             asked = (*asked, f"not compiled FlexAttention, which {needs}")
         return Choice("scored", None, (*asked, why))
     if kernel is None and q.device.type == "cpu":
-        why_not = why_not_native(q, v)
-        found_native = native_library(q, v) if why_not is None else None
+        found_native = native_if_faster(q, v)
         if isinstance(found_native, Library):
             return Choice("native", None, (f"{q.dtype} on cpu",), native=found_native)
-        asked = (str(why_not),)
+        asked = (found_native,)
     for given, why in (
         (max_scores, "strips only: fused ops don't return the largest scores"),
         (dropout, "strips only: fused ops don't drop weights by their global positions"),

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
-from flexcp.kernels.preferences import cache_folder
+from flexcp.kernels.preferences import cache_folder, replace_file
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("attention.cpp", "forward.h", "backward.h", "tiles.h", "vectors.h")
@@ -119,17 +119,7 @@ def _compile(command: str, extra: tuple[str, ...], to: Path) -> None:
         made = _run([command, *shared, str(compiled), "-o", str(linked)])
         if made is not None:
             raise BuildError(f"{command} failed to link: {made}")
-        handle, name = tempfile.mkstemp(dir=to.parent, prefix=f".{to.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(linked.read_bytes())
-                file.flush()
-                os.fsync(handle)
-            Path(name).chmod(0o755)
-            os.replace(name, to)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(to, linked.read_bytes(), mode=0o755)
 
 
 def _run(command: list[str]) -> str | None:
