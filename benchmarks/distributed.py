@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["time", "memory"], choices=PARTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    machine = Machine.measure()
+    machine = Machine.measure(attention=flexcp.flex_attention)
     print(f"{machine}\n", flush=True)
     lengths, ranks, repeats = options.lengths, options.ranks, options.repeats
     if options.quick:

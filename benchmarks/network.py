@@ -30,6 +30,7 @@ import torch.distributed as dist
 from distributed import Contender, contender, one_process
 from namespaces import hosts, require_tools, run_on
 
+import flexcp
 from flexcp.errors import FlexCPError
 from flexcp.plan import Machine
 from flexcp.tools.doctor.torch_ring import ROTATIONS
@@ -75,7 +76,7 @@ class Turns:
 
 def machine_for(place: str, ranks: int, megabits: float) -> Machine:
     """This computer as the ranks see it: cores are shared, and a node's ranks share its link."""
-    here = Machine.measure()
+    here = Machine.measure(attention=flexcp.flex_attention)
     per_node = PLACES[place]
     share = min(1.0, (os.cpu_count() or 1) / ranks)
     link = megabits * 1e6 / 8 * OVERHEAD / per_node

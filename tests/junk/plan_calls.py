@@ -134,7 +134,10 @@ def plan_calls() -> dict[str, Call]:
             hidden=(0.95, number(0, 1)), backward=(2.5, seconds), memory=(0.0, seconds),
         ),
         "Machine.preset": call(Machine.preset, name=("h100", nothing)),
-        "Machine.measure": refusals(Machine.measure, seconds=(0.001, number(1e-3, 60))),
+        "Machine.measure": refusals(
+            Machine.measure, seconds=(0.001, number(1e-3, 60)),
+            attention=(None, either(absent, function)),
+        ),
         "save_plan": call(
             flexcp.save_plan, plan=(PLAN, a(Plan)), path=("plan.json", path)
         ),

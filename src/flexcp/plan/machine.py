@@ -5,11 +5,20 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from flexcp.errors import FlexCPError, did_you_mean, finite_number, quote, require, whole_number
+from flexcp.errors import (
+    FlexCPError,
+    did_you_mean,
+    finite_number,
+    quote,
+    require,
+    require_function,
+    whole_number,
+)
 
 
 @dataclass(frozen=True)
@@ -70,16 +79,27 @@ class Machine:
         )
 
     @classmethod
-    def measure(cls, *, seconds: float = 0.2) -> Machine:
+    def measure(
+        cls, *, seconds: float = 0.2, attention: Callable[..., object] | None = None
+    ) -> Machine:
         """This computer: speed of attention on one thread, and of a local socket as gloo uses it.
 
         Results differ from run to run, so ranks must not measure each for itself: measure on one,
         and give the numbers to all.
+
+        Args:
+            seconds: How long each figure is measured.
+            attention: What is timed as `attention(q, k, v)`, such as `flexcp.flex_attention`, whose
+                kernel for this processor may be faster than PyTorch's op; that op by default.
         """
         seconds = finite_number(
             "seconds", seconds, fix="pass seconds=0.2 or more for each figure", least=1e-3, most=60
         )
-        flops = _attention_flops(seconds)
+        if attention is None:
+            attention = torch.nn.functional.scaled_dot_product_attention
+        fix = "pass flexcp.flex_attention, or leave it out"
+        require_function("attention, a function of q, k and v", attention, 3, fix)
+        flops = _attention_flops(attention, seconds)
         bandwidth, latency = _socket_speed(seconds)
         return cls("measured", flops, 1 << 30, bandwidth, bandwidth, latency, latency / 4, 50e-6)
 
@@ -122,13 +142,13 @@ attention kernels are said to reach), and 70 to 90 % of the links' rate. The cou
 any number of ranks can be priced."""
 
 
-def _attention_flops(seconds: float) -> float:
+def _attention_flops(attention: Callable[..., object], seconds: float) -> float:
     """Per second of one thread's own time: what else the computer does meanwhile is not counted."""
     q = torch.randn(1, 4, 1024, 64)
-    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    attention(q, q, q)
     done, begin = 0, time.process_time()
     while time.process_time() - begin < seconds or done == 0:
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        attention(q, q, q)
         done += 1
     return 4.0 * 4 * 1024 * 1024 * 64 * done / (time.process_time() - begin)
 

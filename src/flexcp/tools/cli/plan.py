@@ -272,10 +272,11 @@ def _save(found: list[Strategy], path: Path) -> None:
 
 def _machine(text: str, gpus_per_node: int | None) -> Machine:
     """A preset, this computer, or a file: what ends in .json, or has a folder in its name."""
+    from flexcp.ops import flex_attention
     from flexcp.plan import Machine, load_machine
 
     if text == "measure":
-        found = Machine.measure()
+        found = Machine.measure(attention=flex_attention)
     elif text.endswith(".json") or "/" in text:
         found = load_machine(text)
     else:
