@@ -134,8 +134,8 @@ struct Widened {
         for (int64_t i = 0; i < TILE; i += ACROSS, to += width * ACROSS) {
             const float* rows = from + i * stride;
             // Of 6 rows the middle ones are written twice, which is faster than one by one.
-            for (int64_t d = 0; d < whole; d += 4)
-                for (int64_t r = 0; r < ACROSS; r += r + 4 < ACROSS && r + 8 > ACROSS ? 2 : 4)
+            for (int64_t r = 0; r < ACROSS; r += r + 4 < ACROSS && r + 8 > ACROSS ? 2 : 4)
+                for (int64_t d = 0; d < whole; d += 4)
                     transpose_4(rows + r * stride + d, stride, to + d * ACROSS + r, ACROSS, factor);
             for (int64_t d = whole; d < width; d++)
                 for (int64_t r = 0; r < ACROSS; r++)
