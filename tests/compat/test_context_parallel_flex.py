@@ -163,6 +163,26 @@ def test_score_mod_sees_global_positions_without_a_block_mask():
     assert all(_is_close(found, [wanted]) for found in spawn(rank, 2))
 
 
+def test_a_score_mod_is_left_alone_where_a_sequence_was_sharded_by_other_means():
+    tensors = _qkvg(20)
+
+    def rank(mesh):
+        first = 10 * mesh.get_local_rank()
+        style = _ContextParallel(2, _ContextParallel.AttentionType.FLEX)
+        module = parallelize_module(_Attention(), mesh, style)
+
+        def own_positions(score, b, h, q, kv):
+            return _alibi(score, b, h, q + first, kv)
+
+        local = [x[:, :, first : first + 10].clone() for x in tensors[:3]]
+        given, _ = style.flex_input_fn(module, (*local, own_positions), {}, mesh)
+        assert given[3] is own_positions
+        return module(*local, score_mod=own_positions)
+
+    wanted = flex_attention(*tensors[:3], score_mod=_alibi, enable_gqa=True)
+    assert _is_close([torch.cat(spawn(rank, 2), dim=2)], [wanted])
+
+
 @pytest.mark.usefixtures("loaded_compiler")
 def test_a_sharded_block_mask_works_with_torchs_own_flex_attention():
     length = 64

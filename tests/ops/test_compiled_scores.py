@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexcp import masks
-from flexcp.ops import flex_attention
+from flexcp.ops import flex_attention, traced_scores
 from flexcp.testing.tolerance import assert_close
 
 
@@ -46,6 +46,14 @@ def test_another_length_or_mask_compiles_once_more_and_then_never_again() -> Non
     assert counter.frame_count == 2
 
 
+@pytest.fixture(params=["kept", "recomputed"])
+def recomputed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are kept for the backward pass, or so many that they are computed again."""
+    if request.param == "recomputed":
+        monkeypatch.setattr(traced_scores, "MOST_KEPT_SCORES", 100)
+
+
+@pytest.mark.usefixtures("recomputed")
 def test_a_captured_int_and_a_tensor_without_dimensions_may_change_within_a_graph() -> None:
     table = torch.randn(3, 40, dtype=torch.float64, requires_grad=True)
 

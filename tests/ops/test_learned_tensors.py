@@ -12,6 +12,7 @@ import flexcp
 from flexcp import masks, testing
 from flexcp.comm.collectives import ordered_sum
 from flexcp.kernels.reference import dense_attention, dense_mask
+from flexcp.ops import traced_scores
 from flexcp.testing.tolerance import assert_close
 
 LENGTH, HEADS, KV_HEADS, BATCH, DIM = 101, 4, 2, 2, 8
@@ -208,7 +209,10 @@ def test_gradients_of_captured_half_precision_tensors_are_summed_in_float32(name
     assert_summed_in_float32(whole_attention, name, dtype)
 
 
-def test_they_are_in_a_compiled_function_too():
+@pytest.mark.parametrize("most_kept", [1 << 24, 100], ids=["kept", "recomputed"])
+def test_they_are_in_a_compiled_function_too(most_kept, monkeypatch):
+    monkeypatch.setattr(traced_scores, "MOST_KEPT_SCORES", most_kept)
+    torch._dynamo.reset()
     compiled = torch.compile(whole_attention, backend="aot_eager", fullgraph=True)
     assert_summed_in_float32(compiled, "in steps", torch.bfloat16)
 

@@ -7,9 +7,9 @@ how it was sharded last at these lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -124,35 +124,45 @@ class CPGroup:
             last_is_meant: Whether the layout that was sharded or attended with last is meant, also
                 where shards of another are still alive.
         """
-        known = _only([x for x in map(self._layout_of_shard, tensors) if x is not None])
-        if known is not None and len(tensors) and int(known.counts[self.rank]) == rows:
-            return known
-        counts = self._counts(rows, device)
-
-        def fitting(layouts: Iterable[Layout | None]) -> list[Layout]:
-            return [x for x in layouts if x is not None and torch.equal(x.counts, counts)]
-
-        found = _only(fitting(map(self._layout_of_shard, tensors)))
+        counts = cache(lambda: self._counts(rows, device))
+        found = self._known_layout(rows, counts, tensors, last_is_meant)
         if found is not None:
             return found
-        contexts = fitting(layout for context in reversed(self.open) for layout in context)
-        if contexts:
-            return contexts[0]
-        # What was sharded last is what is meant, unless shards of another layout are in use too.
-        in_use = () if last_is_meant else {id(x): x for x in self.shards.values()}.values()
-        found = _only([*fitting(self.sharded)[-1:], *fitting(in_use)])
-        if found is not None:
-            return found
-        seq_len = int(counts.sum())
-        usual = fitting([default_layout(seq_len, self.size), chunked_layout(seq_len, self.size)])
+        seq_len = int(counts().sum())
+        layouts = (default_layout(seq_len, self.size), chunked_layout(seq_len, self.size))
+        usual = _fitting(layouts, counts())
         if usual:
             return usual[0]
         raise FlexCPError(
             f"shards of one sequence, such as {shard_sizes(seq_len, self.size)} tokens by rank",
-            f"{counts.tolist()}",
+            f"{counts().tolist()}",
             "shard with context_parallel or _context_parallel_shard on this mesh, or pass the "
             "load balancer",
         )
+
+    def known_layout_of(self, rows: int, device: torch.device, *tensors: Tensor) -> Layout | None:
+        """As `layout_of`, where the sequence was sharded here; None where a user has done it."""
+        return self._known_layout(rows, cache(lambda: self._counts(rows, device)), tensors, False)
+
+    def _known_layout(
+        self,
+        rows: int,
+        counts: Callable[[], Tensor],
+        tensors: Sequence[Tensor],
+        last_is_meant: bool,
+    ) -> Layout | None:
+        known = _only([x for x in map(self._layout_of_shard, tensors) if x is not None])
+        if known is not None and len(tensors) and int(known.counts[self.rank]) == rows:
+            return known
+        found = _only(_fitting(map(self._layout_of_shard, tensors), counts()))
+        if found is not None:
+            return found
+        contexts = [layout for context in reversed(self.open) for layout in context]
+        if _fitting(contexts, counts()):
+            return _fitting(contexts, counts())[0]
+        # What was sharded last is what is meant, unless shards of another layout are in use too.
+        in_use = () if last_is_meant else {id(x): x for x in self.shards.values()}.values()
+        return _only([*_fitting(self.sharded, counts())[-1:], *_fitting(in_use, counts())])
 
     def _layout_of_shard(self, x: Tensor) -> Layout | None:
         """The layout that a tensor, or the one that it is a view of, was sharded by."""
@@ -160,6 +170,11 @@ class CPGroup:
         if found is None and x._base is not None:
             found = self.shards.get(x._base)
         return found
+
+
+def _fitting(layouts: Iterable[Layout | None], counts: Tensor) -> list[Layout]:
+    """Those that give every rank so many rows."""
+    return [x for x in layouts if x is not None and torch.equal(x.counts, counts)]
 
 
 def _only(layouts: Sequence[Layout]) -> Layout | None:

@@ -54,7 +54,8 @@ class _ContextParallel(ParallelStyle):
     the whole sequence while the module runs.
     With FLEX, the module is called with the keys and values of all ranks, in rank order, as the
     block mask of `_context_parallel_shard` expects them. A `score_mod` sees global positions, if it
-    is an argument of the module or if the module uses flexcp's `flex_attention`.
+    is an argument of the module or if the module uses flexcp's `flex_attention`; of a sequence that
+    was not sharded here, it sees what PyTorch's does: this rank's queries and the gathered keys.
 
     Args:
         seq_dim: The sequence dimension of the module's query, key and value.
@@ -131,7 +132,9 @@ class _ContextParallel(ParallelStyle):
         at = next((x for x in known if x is not None), None)
         if at is None:
             group = group_of(mesh)
-            layout = group.layout_of(query.shape[self.seq_dim], query.device, query)
+            layout = group.known_layout_of(query.shape[self.seq_dim], query.device, query)
+            if layout is None:
+                return  # Sharded by other means, of which the score_mod may know.
             at = (layout.positions(group.rank), layout.order)
         translated = on_global_positions(score_mod, *(x.to(query.device) for x in at))
         if is_score:

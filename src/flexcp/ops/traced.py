@@ -32,11 +32,11 @@ from flexcp.ops.sharded import shifted
 from flexcp.ops.traced_plans import attend_over_any_plan
 from flexcp.ops.traced_rows import attend_by_rows, by_handle
 from flexcp.ops.traced_scores import (
-    ScoreSemantics,
     attend_to_scores,
     is_recomputed,
     modified,
     run_block,
+    semantics_of,
 )
 from flexcp.plan import Plan
 from flexcp.torch_names import compiles_for_many, constant_in_graphs
@@ -345,7 +345,9 @@ def _run_head_group(
     pairs = sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks)
     scores = len(b) * len(h) * pairs
     again = is_recomputed(needs_gradients(query, key, value, sinks), scores)
-    semantics = ScoreSemantics()
+    semantics = semantics_of(
+        again, score_mod, b, h, work.q_positions.to(device), work.kv_positions.to(device)
+    )
     parts: list[list[Tensor]] = []
     done = 0
     for block in blocks:

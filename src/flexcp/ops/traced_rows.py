@@ -22,12 +22,12 @@ from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.dropout import traced_kept
 from flexcp.ops.mask_cache import compiled_shapes_for
 from flexcp.ops.traced_scores import (
-    ScoreSemantics,
     attend_to_scores,
     is_recomputed,
     modified,
     over_pairs,
     run_block,
+    semantics_of,
 )
 
 _MOST_ROWS = 1024
@@ -96,7 +96,7 @@ def attend_by_rows(
             )
         return attend_to_scores(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
 
-    semantics = ScoreSemantics()
+    semantics = semantics_of(again, score_mod, b, h, q_at[0], kv_at)
     parts = [
         run_block(
             again, semantics, lambda *x, i=i: block_of_rows(i, *x),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -35,13 +35,16 @@ class ScoreSemantics(TorchFunctionMode):
     A lookup by tensors is a gather: torch reads the number in a tensor without dimensions and looks
     up by that, which a graph can't. And a captured int, which may be another one in the next call,
     is a tensor, since `torch.func.vmap` can't compute with symbols. Gradients of captured
-    half-precision tensors are summed in float32. Dynamo has no modes inside of checkpoints, so this
-    does not hold for scores that are computed again.
+    half-precision tensors are summed in float32.
+
+    Args:
+        copies: Of half-precision tensors, each beside its float32 copy, that are known already.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         super().__init__()
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.copies = list(copies)
+        """Half-precision tensors that were looked up, each beside its float32 copy."""
         self._entries = WideEntries()
 
     def __torch_function__(
@@ -68,11 +71,11 @@ class ScoreSemantics(TorchFunctionMode):
     def _copy_of(self, table: Tensor) -> Tensor | None:
         """In float32, of a half-precision tensor that gets a gradient; one for all blocks."""
         copy: Tensor | None = self._entries.of(table)
-        for known, of_known in self._copies:
+        for known, of_known in self.copies:
             copy = of_known if known is table else copy
         if copy is None and is_half(table) and table.requires_grad:
             copy = table.float()
-            self._copies.append((table, copy))
+            self.copies.append((table, copy))
         return copy
 
 
@@ -86,6 +89,30 @@ def is_recomputed(needs_gradients: bool, scores: int) -> bool:
     return needs_gradients and scores > MOST_KEPT_SCORES
 
 
+def semantics_of(
+    recomputed: bool, score_mod: ScoreFunction | None, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+) -> ScoreSemantics:
+    """What holds in all blocks of a call.
+
+    Args:
+        recomputed: Whether blocks are checkpoints. Dynamo enters no mode inside of one unless it
+            has entered one before, and float32 copies that all of them share are made before them;
+            so the function is called here once, on a score whose result nobody reads.
+        score_mod: The score function; None if there is none.
+        b: int64 Batch elements.
+        h: int64 Query heads.
+        q: int64 Queries.
+        kv: int64 Keys.
+    """
+    semantics = ScoreSemantics()
+    if recomputed:
+        with semantics:
+            if score_mod is not None:
+                score = torch.zeros(1, 1, 1, 1, device=b.device)
+                modified(score_mod, score, b[:1], h[:1], q[:1], kv[:1])
+    return semantics
+
+
 def run_block(
     recomputed: bool,
     semantics: ScoreSemantics,
@@ -96,7 +123,13 @@ def run_block(
     if not recomputed:
         with semantics:
             return block(*tensors)
-    found: list[Tensor] = checkpoint(block, *tensors, use_reentrant=False, preserve_rng_state=False)
+    copies = semantics.copies
+
+    def again(*tensors: Tensor) -> list[Tensor]:
+        with ScoreSemantics(copies):
+            return block(*tensors)
+
+    found: list[Tensor] = checkpoint(again, *tensors, use_reentrant=False, preserve_rng_state=False)
     return found
 
 
