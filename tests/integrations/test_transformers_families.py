@@ -117,7 +117,7 @@ FAMILIES = {
 def test_a_text_on_three_ranks_is_the_text_on_one(family):
     torch.manual_seed(0)
     model = FAMILIES[family]().train()
-    _skip_without_the_causal_loss(model)
+    skip_without_the_causal_loss(model)
     for kind in ("packed", "padded"):
         batch = batch_of(kind)
         batch["input_ids"] = batch["input_ids"].clamp(max=50)
@@ -128,7 +128,7 @@ def test_a_text_on_three_ranks_is_the_text_on_one(family):
         assert_same(actual, expected, batch)
 
 
-def _skip_without_the_causal_loss(model):
+def skip_without_the_causal_loss(model):
     """Some versions of Transformers compute a loss of their own for some models."""
     try:
         check_labels(model)
