@@ -72,7 +72,10 @@ class LayoutLoads:
         return bool(self.needs) and all(needs.exceed(share) for needs in self.needs.values())
 
     def seconds_of_rows(self, problem: Problem, name: str, group_size: int) -> Tensor:
-        """float64 [groups] What the rows that each needs under a mask take at least, once."""
+        """float64 [2, groups] What the rows that each needs under a mask take at least, once.
+
+        Those of its own node, and those of others, which come at the same time.
+        """
         machine, shape, needs = problem.machine, problem.shape, self.needs_of(name, group_size)
         user, owner, start, stop = needs.by_owner
         row = shape.kv_bytes(-(-shape.num_kv_heads // group_size))
@@ -86,16 +89,14 @@ class LayoutLoads:
             torch.bincount(user, (stop - start) * at, needs.layout.ranks) * (row / bandwidth)
             for at, bandwidth in zip((~far, far), bandwidths, strict=True)
         ]
-        return torch.maximum(*found)
+        return torch.stack(found)
 
-    def bytes_received(self, problem: Problem) -> Tensor:
-        """int64 [ranks] What each rank needs of others, under all masks, if none share heads."""
-        row = problem.shape.kv_bytes(problem.shape.num_kv_heads)
-        row *= problem.shape.batch if self.layout.batch_elements == 1 else 1
-        found = torch.zeros(self.layout.ranks, dtype=torch.int64)
-        for needs in self.needs.values():
-            found += needs.received * row
-        return found
+    def seconds_received(self, problem: Problem) -> float:
+        """What the rows take that a rank needs of others, under all masks, if none share heads."""
+        found = torch.zeros(self.layout.ranks, dtype=torch.float64)
+        for name in self.needs:
+            found += self.seconds_of_rows(problem, name, 1).sum(0)
+        return float(found.max())
 
     def share_rows(self, problem: Problem) -> bool:
         """Whether ranks of one node need the same rows of other nodes, under some mask."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from flexcp.errors import (
     FlexCPError,
@@ -58,6 +59,11 @@ class Machine:
         whole_number("ranks_per_node", self.ranks_per_node, at_least=1, fix=fix)
         for name, (least, most) in _BOUNDS.items():
             finite_number(name, getattr(self, name), fix=fix, least=least, most=most)
+
+    def wire(self, received: Tensor, between_nodes: Tensor) -> Tensor:
+        """float64 [ranks] Seconds of links for some bytes, of which some come from other nodes."""
+        near = (received - between_nodes).double() / self.intra_bandwidth
+        return near + between_nodes.double() / self.inter_bandwidth
 
     @classmethod
     def preset(cls, name: str) -> Machine:

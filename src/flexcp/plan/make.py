@@ -117,7 +117,9 @@ def make_plan(
         _share("token_slack", token_slack, 1.0),
     )
     found = search(problem, layout, schedule)
-    best = found[0]
+    best, considered = found[0], dict[str, float]()
+    for candidate in found:  # of several of one name, the first was preferred
+        considered.setdefault(candidate.name, candidate.seconds)
     return Plan(
         grids,
         best.layout,
@@ -126,7 +128,7 @@ def make_plan(
         shape,
         machine,
         ranks,
-        tuple({c.name: c.seconds for c in reversed(found)}.items())[::-1],
+        tuple(considered.items()),
     )
 
 

@@ -69,7 +69,7 @@ class Pricing:
         kept = schedule in ("auto", "hybrid") and groups > 1
         found = []
         # Nothing beats an all-gather like gathering only what is needed.
-        wire = loads.seconds_of_rows(self._problem, self._mask, group_size)
+        wire = loads.seconds_of_rows(self._problem, self._mask, group_size).amax(0)
         least = self._least_at_once(wire) if kept and not few else math.inf
         if rounds > least:
             found.append(self._priced(make(name, keep=True, at_once=True)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 
 import torch
 
@@ -21,6 +19,7 @@ from flexcp.layout import (
     striped,
 )
 from flexcp.layout.balance.search import elements_that_differ
+from flexcp.layout.row_sets import cut
 from flexcp.layout.rules import even_edges
 from flexcp.layout.work import Work
 from flexcp.plan.machine import Machine
@@ -61,10 +60,13 @@ class Problem:
         """Rows of a block."""
         return next(iter(self.grids.values())).block_size[0]
 
-    @cached_property
-    def pairs_per_row(self) -> float:
-        """Pairs, over all heads, that a rank computes while it receives one row of K and V."""
-        row = self.shape.kv_bytes(self.shape.num_kv_heads) * self.shape.batch
+    def pairs_per_row(self, group_size: int = 1) -> float:
+        """Pairs, over all heads, that a rank computes while it receives one row of K and V.
+
+        Or a group of ranks that share heads: each its own part, and no less than one kv head.
+        """
+        heads = -(-self.shape.num_kv_heads // group_size) * group_size
+        row = self.shape.kv_bytes(heads) * self.shape.batch
         return row / self.machine.inter_bandwidth * self.machine.flops / self.shape.flops_per_pair
 
     @property
@@ -90,18 +92,18 @@ class Problem:
         return max(0.0, rows - near) * row / self.machine.inter_bandwidth
 
 
-def named_layout(name: str, problem: Problem, ranks: int) -> Layout:
-    """A layout by its name; "auto" is the balanced one."""
+def named_layout(name: str, problem: Problem, ranks: int, group_size: int = 1) -> Layout:
+    """A layout by its name, for ranks or for groups of ranks; "auto" is the balanced one."""
     grids, length, block = list(problem.grids.values()), problem.seq_len, problem.block
     if name in ("auto", "balanced"):
         return balanced(
             grids,
             ranks,
-            pairs_per_row=problem.pairs_per_row,
-            pairs_per_round=problem.pairs_per_round,
+            pairs_per_row=problem.pairs_per_row(group_size),
+            pairs_per_round=problem.pairs_per_round * group_size,
             pairs_per_token=problem.pairs_per_token,
             token_slack=problem.token_slack,
-            ranks_per_node=problem.machine.ranks_per_node,
+            ranks_per_node=max(1, problem.machine.ranks_per_node // group_size),
         )
     if name == "contiguous":
         return contiguous(length, ranks)
@@ -138,11 +140,21 @@ def split_groups(groups: Layout, group_size: int) -> Layout:
     >>> split_groups(contiguous(8, 2), 2).positions(1)
     tensor([2, 3])
     """
-    rows: list[torch.Tensor] = []
-    for group in range(groups.ranks):
-        own = groups.rows_of(group).view(groups.batch_elements, -1)
-        edges = even_edges(own.shape[1], group_size).tolist()
-        rows.extend(own[:, a:b].reshape(-1) for a, b in pairwise(edges))
-    return Layout.of_rows(
-        rows, seq_len=groups.seq_len, batch_elements=groups.batch_elements, name=groups.name
+    elements, stop = groups.batch_elements, (groups.stop - groups.start).cumsum(0)
+    start = stop - (groups.stop - groups.start)
+    sizes = [even_edges(count, group_size).diff() for count in groups.counts.tolist()]
+    ends = torch.cat([part for size in sizes for part in [size] * elements]).cumsum(0)
+    run, part, begin, end = cut(start, stop, torch.cat([ends.new_zeros(1), ends[:-1]]), ends)
+    rank = part // (elements * group_size) * group_size + part % group_size
+    order = torch.argsort(rank, stable=True)
+    order = order[(end > begin)[order]]
+    first, length = groups.start[run] + begin - start[run], end - begin
+    return Layout(
+        groups.name,
+        groups.seq_len,
+        groups.ranks * group_size,
+        elements,
+        rank[order],
+        first[order],
+        (first + length)[order],
     )

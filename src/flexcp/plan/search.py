@@ -1,86 +1,26 @@
-"""Trying layouts and schedules, and keeping the cheapest."""
+"""Trying layouts and schedules, the cheapest first as far as bounds tell."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, contiguous
 from flexcp.layout.balance.objective import Objective
+from flexcp.plan.candidate import NEAR, Candidate, candidate_of, modest_first
 from flexcp.plan.cost import Cost
 from flexcp.plan.loads import LayoutLoads, rows_in_tiles
 from flexcp.plan.model_work import model_seconds
 from flexcp.plan.pricing import MOST_LINES, Pricing, describe
-from flexcp.plan.problem import Problem, named_layout, split_groups
-from flexcp.plan.traffic import traffic
+from flexcp.plan.problem import PASSES, Problem, named_layout, split_groups
 from flexcp.schedule import Schedule
 
 _TUNED = Objective()
 """The numbers that layouts and schedules are chosen by."""
-_NEAR = 1 + (_TUNED.enough - 1) / 2
-"""Over the lowest price: what may be taken for moving and keeping little."""
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A layout with a schedule for every mask."""
-
-    layout: Layout
-    schedules: Mapping[str, Schedule]
-    costs: Mapping[str, Cost]
-    wire: float
-    """Seconds that a rank's transfers take on average, hidden or not, over all masks."""
-    received: int
-    """Bytes of the rank that receives most, forward, over all masks."""
-    beside: float = 0.0
-    """Seconds of the slowest rank, attention and the rest of the model together, beyond `compute`;
-    0 if nothing is known of the rest."""
-
-    @property
-    def price(self) -> float:
-        """What candidates are compared by: predicted seconds, and a price on all that moves."""
-        return float(f"{self.seconds + self.beside + _TUNED.moved * self.wire:.9g}")
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds, over all masks."""
-        return sum(c.seconds for c in self.costs.values())
-
-    @property
-    def compute(self) -> float:
-        """Seconds of compute alone, over all masks."""
-        return sum(c.compute for c in self.costs.values())
-
-    @property
-    def if_even(self) -> float:
-        """Seconds over all masks without load imbalance and without exposed communication."""
-        return sum(c.if_even for c in self.costs.values())
-
-    @property
-    def group_size(self) -> int:
-        """Ranks that share heads."""
-        return next(iter(self.schedules.values())).heads_group_size
-
-    @property
-    def keeps_much(self) -> bool:
-        """Whether a rank keeps more rows of others until backward than it has itself."""
-        return any(
-            s.keeps_kv
-            and int(s.forward.moves.received(s.groups.ranks).max())
-            > int(s.groups.counts.max()) * s.groups.batch_elements
-            for s in self.schedules.values()
-        )
-
-    @property
-    def name(self) -> str:
-        """Layout and schedules, for a table."""
-        names = dict.fromkeys(describe(s) for s in self.schedules.values())
-        return f"{self.layout.name} + {', '.join(names)}"
 
 
 def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candidate]:
@@ -96,17 +36,11 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         relayed = group_size == 1 and schedule == "auto" and not problem.flops_per_token
         if relayed and not _is_near_bound(found) and loads.share_rows(problem):
             found.extend(_options(problem, loads, 1, "hierarchical", kept=True, found=found))
+    if schedule == "auto" and layout in ("auto", "balanced"):
+        _add_shared_by_groups(problem, loads, found)
     if problem.flops_per_token:
-        if schedule == "auto" and layout in ("auto", "balanced"):
-            found.extend(_shared_by_groups(problem, found))
-        return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
-    group_size, enough = min(found, key=lambda c: c.price).group_size, _TUNED.enough
-    if layout in ("auto", "balanced") and group_size > 1 and loads.imbalance(group_size) > enough:
-        again = split_groups(
-            named_layout("balanced", problem, problem.ranks.size // group_size), group_size
-        )
-        loads = LayoutLoads.of(problem, again, schedule)
-        found.extend(_options(problem, loads, group_size, schedule, found=found))
+        return modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
+    group_size = min(found, key=lambda c: c.price).group_size
     other_layouts = layout == "auto" and not _is_near_bound(found)
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
@@ -129,7 +63,7 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
                     _options(problem, of_groups, split, schedule, few=True, found=found)
                 )
         found.extend(c for c in less_local if _is_worth(c, min(found, key=lambda c: c.seconds)))
-    return _modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
+    return modest_first(sorted(found, key=lambda c: (c.price, c.seconds)))
 
 
 def _is_worth(other: Candidate, fastest: Candidate) -> bool:
@@ -139,21 +73,38 @@ def _is_worth(other: Candidate, fastest: Candidate) -> bool:
     return gain > (_TUNED.enough - 1) * times
 
 
-def _shared_by_groups(problem: Problem, found: Sequence[Candidate]) -> list[Candidate]:
+def _add_shared_by_groups(problem: Problem, loads: LayoutLoads, found: list[Candidate]) -> None:
     """Groups of ranks that share heads, each with as much attention and tokens as the others.
 
-    Within a group all ranks have the same of both; a row crosses between groups once.
+    A group has room for documents that are too long for a rank: less crosses between groups than
+    if single ranks were balanced. What looks best on their layout comes first; others follow as
+    long as that gains.
     """
-    more: list[Candidate] = []
-    for group_size in _group_sizes(problem):
-        if group_size > min(problem.machine.ranks_per_node, problem.ranks.size - 1):
-            continue
-        if _is_near_bound([*found, *more]):
-            break
-        groups = named_layout("balanced", problem, problem.ranks.size // group_size)
-        loads = LayoutLoads.of(problem, split_groups(groups, group_size), "auto", group_size)
-        more.extend(_options(problem, loads, group_size, "auto"))
-    return more
+    sizes = [n for n in _group_sizes(problem) if n < problem.ranks.size]
+    least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in sizes}
+    sizes = [n for n in sizes if _may_be_chosen(problem, least[n], n, found)]
+    for group_size in sorted(sizes, key=lambda n: _least_price(problem, loads, n, rows=True)):
+        best = min(c.price for c in found)
+        if _may_be_chosen(problem, least[group_size], group_size, found):
+            groups = named_layout("balanced", problem, problem.ranks.size // group_size, group_size)
+            layout = split_groups(groups, group_size)
+            of_groups = LayoutLoads.of(problem, layout, "auto", group_size)
+            found.extend(_options(problem, of_groups, group_size, "auto", found=found))
+            if min(c.price for c in found) * _TUNED.enough > best:
+                return
+
+
+def _may_be_chosen(
+    problem: Problem, least: float, group_size: int, found: Sequence[Candidate]
+) -> bool:
+    """Whether ranks that share heads may be cheaper than all that was found, if work is even.
+
+    Or hardly dearer than the cheapest, and moving less.
+    """
+    best = min(found, key=lambda c: c.price)
+    even = _TUNED.good if problem.flops_per_token else _TUNED.even
+    less = (1 + _TUNED.small) * _swaps(problem, group_size) / 2 < best.received
+    return least * even < best.price * (NEAR if less else 1.0)
 
 
 def _is_near_bound(found: Sequence[Candidate]) -> bool:
@@ -178,14 +129,6 @@ def _priced(
         if _least_price(problem, loads, group_size, rows=True) < min(c.price for c in found)
         for candidate in _options(problem, loads, group_size, schedule, found=found)
     ]
-
-
-def _modest_first(found: list[Candidate]) -> list[Candidate]:
-    """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more."""
-    near = [c for c in found if c.price <= found[0].price * _NEAR]
-    much = (1 + _TUNED.small) * min(c.received for c in near)
-    first = min(near, key=lambda c: (c.received > much, c.keeps_much))
-    return [first, *(c for c in found if c is not first)]
 
 
 def _blocks_dealt_to_groups(
@@ -285,24 +228,7 @@ def _options(
             }
         )
     own = model_seconds(problem, loads.layout, group_size) if problem.flops_per_token else 0.0
-    return [_candidate(problem, loads.layout, row, own) for row in complete]
-
-
-def _candidate(
-    problem: Problem, layout: Layout, row: Mapping[str, tuple[Cost, Schedule]], own: float
-) -> Candidate:
-    """A schedule for every mask, with what it moves; `own` seconds are of the rest of the model."""
-    machine, wire, received = problem.machine, 0.0, torch.zeros(layout.ranks, dtype=torch.int64)
-    for _, schedule in row.values():
-        found = traffic(schedule, problem.shape, machine.ranks_per_node)
-        far = float((found.forward_between_nodes + found.backward_between_nodes).double().mean())
-        near = float((found.forward + found.backward).double().mean()) - far
-        wire += near / machine.intra_bandwidth + far / machine.inter_bandwidth
-        received += found.forward
-    costs = {name: cost for name, (cost, _) in row.items()}
-    beside = max(0.0, own - sum(cost.compute for cost in costs.values()))
-    schedules = {name: schedule for name, (_, schedule) in row.items()}
-    return Candidate(layout, schedules, costs, wire, int(received.max()), beside)
+    return [candidate_of(problem, loads.layout, row, own) for row in complete]
 
 
 def _seconds(priced: tuple[Cost, Schedule]) -> float:
@@ -324,9 +250,9 @@ def _by_bound(
         # Even work without a transfer bounds all splits, but not with the time of swaps in it.
         near = best and best.group_size == 1 and _is_near_bound(found)
         if best and (near or least >= best.price):
-            if least > _NEAR * best.price:
+            if least > NEAR * best.price:
                 return
-            most = int(loads.bytes_received(problem).max()) if group_size == 1 else best.received
+            most = loads.seconds_received(problem) if group_size == 1 else best.received
             if most * (1 + _TUNED.small) >= best.received:
                 continue
         if with_rows or len(splits) == 1:
@@ -336,25 +262,41 @@ def _by_bound(
             heapq.heappush(queue, (least, True, group_size))
 
 
-def _least_price(problem: Problem, loads: LayoutLoads, group_size: int, *, rows: bool) -> float:
-    """No candidate is cheaper in which so many ranks share heads: what each computes and moves."""
+def _least_price(
+    problem: Problem, loads: LayoutLoads, group_size: int, *, rows: bool, even: bool = False
+) -> float:
+    """No candidate is cheaper in which so many ranks share heads: what each computes and moves.
+
+    With `even`, none of any layout: all ranks compute as much.
+    """
     shape, machine, masks = problem.shape, problem.machine, len(problem.grids)
     heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
     per_pair = (1 + machine.backward) * heads / group_size * shape.flops_per_pair / machine.flops
     pairs = torch.stack([work.before[:, -1] for work in loads.work.values()]).sum(0)
     compute = pairs.view(-1, group_size // loads.group_size).sum(1) * per_pair
+    compute = compute.mean(0, keepdim=True) if even else compute
     seconds, wire = compute + 2 * masks * machine.launch, torch.zeros_like(compute)
     for name in loads.needs if rows else ():  # forward, and as gradients
-        wire = wire + 2 * loads.seconds_of_rows(problem, name, group_size)
+        wire = wire + 2 * loads.seconds_of_rows(problem, name, group_size).amax(0)
     seconds = torch.maximum(seconds + (1 - machine.hidden) * wire, wire)
-    least = float(seconds.max() + _TUNED.moved * wire.mean())
+    share = problem.seq_len / problem.ranks.size * shape.batch
+    rest = share * problem.flops_per_token * PASSES / machine.flops
+    least = float(seconds.max() + _TUNED.moved * wire.mean()) + rest
     if group_size == 1:
         return least
+    latency = 4 * masks * (machine.latency + (group_size - 1) * machine.message)
+    return least + _swaps(problem, group_size) * (1 + _TUNED.moved) + latency
+
+
+def _swaps(problem: Problem, group_size: int) -> float:
+    """Seconds of swapping rows for heads in both passes, if so many ranks share them."""
+    shape, machine = problem.shape, problem.machine
     share = problem.seq_len / problem.ranks.size * shape.batch
-    moved = share * (group_size - 1) / group_size * shape.q_bytes(shape.num_heads) * 4
+    # Queries and outputs, then gradients of both; K and V, then their gradients.
+    row = 4 * shape.q_bytes(shape.num_heads)
+    row += 2 * shape.kv_bytes(max(shape.num_kv_heads, min(group_size, shape.num_heads)))
+    moved = share * (group_size - 1) / group_size * row
     near = min(group_size, machine.ranks_per_node)
     far = (group_size - near) / (group_size - 1)
     swaps = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
-    swaps *= masks * (1 + _TUNED.moved)
-    swaps += 4 * masks * (machine.latency + (group_size - 1) * machine.message)  # two in each pass
-    return least + swaps
+    return swaps * len(problem.grids)

@@ -1,0 +1,103 @@
+"""Candidate: a layout with schedules, what they cost, and which of several is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flexcp.layout import Layout
+from flexcp.layout.balance.objective import Objective
+from flexcp.plan.cost import Cost
+from flexcp.plan.pricing import describe
+from flexcp.plan.problem import Problem
+from flexcp.plan.traffic import traffic
+from flexcp.schedule import Schedule
+
+_TUNED = Objective()
+NEAR = 1 + (_TUNED.enough - 1) / 2
+"""Over the lowest price: what may be taken for moving and keeping little."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A layout with a schedule for every mask."""
+
+    layout: Layout
+    schedules: Mapping[str, Schedule]
+    costs: Mapping[str, Cost]
+    wire: float
+    """Seconds that a rank's transfers take on average, hidden or not, over all masks."""
+    received: float
+    """Seconds that all takes which the rank receives that waits longest, forward, over all masks:
+    bytes between nodes count more than those within."""
+    beside: float = 0.0
+    """Seconds of the slowest rank, attention and the rest of the model together, beyond `compute`;
+    0 if nothing is known of the rest."""
+
+    @property
+    def price(self) -> float:
+        """What candidates are compared by: predicted seconds, and a price on all that moves."""
+        return float(f"{self.seconds + self.beside + _TUNED.moved * self.wire:.9g}")
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds, over all masks."""
+        return sum(c.seconds for c in self.costs.values())
+
+    @property
+    def compute(self) -> float:
+        """Seconds of compute alone, over all masks."""
+        return sum(c.compute for c in self.costs.values())
+
+    @property
+    def if_even(self) -> float:
+        """Seconds over all masks without load imbalance and without exposed communication."""
+        return sum(c.if_even for c in self.costs.values())
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that share heads."""
+        return next(iter(self.schedules.values())).heads_group_size
+
+    @property
+    def keeps_much(self) -> bool:
+        """Whether a rank keeps more rows of others until backward than it has itself."""
+        return any(
+            s.keeps_kv
+            and int(s.forward.moves.received(s.groups.ranks).max())
+            > int(s.groups.counts.max()) * s.groups.batch_elements
+            for s in self.schedules.values()
+        )
+
+    @property
+    def name(self) -> str:
+        """Layout and schedules, for a table."""
+        names = dict.fromkeys(describe(s) for s in self.schedules.values())
+        return f"{self.layout.name} + {', '.join(names)}"
+
+
+def candidate_of(
+    problem: Problem, layout: Layout, row: Mapping[str, tuple[Cost, Schedule]], own: float
+) -> Candidate:
+    """A schedule for every mask, with what it moves; `own` seconds are of the rest of the model."""
+    machine, zero = problem.machine, torch.zeros(layout.ranks, dtype=torch.float64)
+    forward, backward = zero, zero
+    for _, schedule in row.values():
+        found = traffic(schedule, problem.shape, machine.ranks_per_node)
+        forward = forward + machine.wire(found.forward, found.forward_between_nodes)
+        backward = backward + machine.wire(found.backward, found.backward_between_nodes)
+    costs = {name: cost for name, (cost, _) in row.items()}
+    beside = max(0.0, own - sum(cost.compute for cost in costs.values()))
+    schedules = {name: schedule for name, (_, schedule) in row.items()}
+    wire, received = float((forward + backward).mean()), float(forward.max())
+    return Candidate(layout, schedules, costs, wire, received, beside)
+
+
+def modest_first(found: list[Candidate]) -> list[Candidate]:
+    """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more."""
+    near = [c for c in found if c.price <= found[0].price * NEAR]
+    much = (1 + _TUNED.small) * min(c.received for c in near)
+    first = min(near, key=lambda c: (c.received > much, c.keeps_much))
+    return [first, *(c for c in found if c is not first)]
