@@ -67,11 +67,11 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
         if (PARTIAL && begin == end) continue;
         const int upto = std::min(r0 + MR, count);
         for (int r = r0; r < upto; r++) {
-            const float* row = s + r * TILE;
+            float* row = s + r * TILE;
             Vec top = splat(LOWEST);
             for (int j = begin; j < end; j += WIDTH) {
                 Vec x = load(row + j);
-                if (PARTIAL) x = tile.allowed(r, j) ? x : splat(LOWEST);
+                if (PARTIAL) store(row + j, x = tile.allowed(r, j) ? x : splat(-INFINITY));
                 top = x > top ? x : top;
             }
             rows.raise(r, largest(top));
@@ -83,7 +83,6 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
             Vec sum = {};
             for (int j = begin; j < end; j += WIDTH) {
                 Vec p = exp_of(load(row + j) - less, limits);
-                if (PARTIAL) p = tile.allowed(r, j) ? p : Vec{};
                 sum += p;
                 if (DROPS) p = kept->of(r, j) ? p * factor : Vec{};
                 store(row + j, p);

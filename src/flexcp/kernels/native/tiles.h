@@ -253,8 +253,8 @@ struct Tile {
     // The same for WIDTH columns from a multiple of WIDTH on.
     IntVec allowed(int row, int column) const {
         IntVec each;
-        std::memcpy(&each, BITS, sizeof each);
-        return (splat(bits[column / 32 * TILE + row] >> (column % 32)) & each) == each;
+        std::memcpy(&each, BITS.each + column % 32, sizeof each);
+        return (splat(bits[column / 32 * TILE + row]) & each) == each;
     }
 };
 

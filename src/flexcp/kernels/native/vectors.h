@@ -30,9 +30,16 @@ inline IntVec splat(int32_t x) { return x - IntVec{}; }
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
 
-constexpr int32_t BITS[] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                            1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-static_assert(WIDTH <= 16);
+// Each bit of a word, as a vector takes those of its columns.
+struct Bits {
+    int32_t each[32];
+
+    constexpr Bits() : each() {
+        for (int i = 0; i < 32; i++) each[i] = static_cast<int32_t>(1u << i);
+    }
+};
+constexpr Bits BITS;
+static_assert(32 % WIDTH == 0);
 
 typedef float Four __attribute__((vector_size(16)));
 #if defined(__clang__)
