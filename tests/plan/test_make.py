@@ -223,12 +223,15 @@ def test_a_machine_is_measured_by_the_attention_that_runs_on_it(monkeypatch):
     clock, operations = [0.0], []
 
     def attention(q, k, v):
+        assert torch.get_num_threads() == 1
         operations.append(4 * q.numel() * k.shape[2])
         clock[0] += 0.5
 
     monkeypatch.setattr(time, "process_time", lambda: clock[0])
+    threads = torch.get_num_threads()
     machine = Machine.measure(seconds=0.01, attention=attention)
     assert machine.flops == operations[0] / 0.5
+    assert torch.get_num_threads() == threads
     with pytest.raises(FlexCPError, match=r"attention, a function of q, k and v.*flex_attention"):
         Machine.measure(attention=lambda q: q)
 

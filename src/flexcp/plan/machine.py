@@ -149,14 +149,22 @@ any number of ranks can be priced."""
 
 
 def _attention_flops(attention: Callable[..., object], seconds: float) -> float:
-    """Per second of one thread's own time: what else the computer does meanwhile is not counted."""
+    """Per second of one thread's own time: what else the computer does meanwhile is not counted.
+
+    With one thread alone: several wait for each other in loops, which counts as their time.
+    """
     q = torch.randn(1, 4, 1024, 64)
-    attention(q, q, q)
-    done, begin = 0, time.process_time()
-    while time.process_time() - begin < seconds or done == 0:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         attention(q, q, q)
-        done += 1
-    return 4.0 * 4 * 1024 * 1024 * 64 * done / (time.process_time() - begin)
+        done, begin = 0, time.process_time()
+        while time.process_time() - begin < seconds or done == 0:
+            attention(q, q, q)
+            done += 1
+        return 4.0 * 4 * 1024 * 1024 * 64 * done / (time.process_time() - begin)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _socket_speed(seconds: float) -> tuple[float, float]:
