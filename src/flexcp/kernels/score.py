@@ -210,12 +210,7 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
 
 def _in_type_of_the_score(function: ScoreFunction) -> ScoreFunction:
     """A function whose result is wider or narrower, such as by a captured float64 tensor."""
-
-    @wraps(function)
-    def converted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return function(score, b, h, q, kv).to(score.dtype)
-
-    return converted
+    return wraps(function)(lambda score, *at: function(score, *at).to(score.dtype))
 
 
 def _changes_dtype(function: ScoreFunction, expected: torch.dtype, got: torch.dtype) -> FlexCPError:
