@@ -7,6 +7,7 @@ it goes on working.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -230,6 +231,16 @@ def cell_loader_of(seen: Any) -> Callable[[Any], Any]:
     return loader
 
 
+def local_tensor_mode_is_on() -> bool:
+    """Whether torch emulates ranks in this process; before 2.10 it can't.
+
+    >>> local_tensor_mode_is_on()
+    False
+    """
+    emulation = sys.modules.get("torch.distributed._local_tensor")
+    return emulation is not None and emulation.enabled_local_tensor_mode() is not None
+
+
 def __getattr__(name: str) -> Any:
     """Names of modules that `import torch` does not load, looked up when they are imported."""
     if name not in _LATER:
@@ -250,7 +261,11 @@ _LATER = {
         name: f"{_FLEX}.{name}"
         for name in (
             "_DEFAULT_SPARSE_BLOCK_SIZE",
+            "_convert_block_mask_to_mask",
+            "_convert_mask_to_block_mask",
             "_create_empty_block_mask",
+            "_create_sparse_block_from_block_mask",
+            "_dense_to_ordered",
             "_identity",
             "_mask_mod_signature",
             "_round_up_to_multiple",

@@ -19,10 +19,25 @@ def test_definitions_are_torchs_own() -> None:
     for name in (
         "_mask_mod_signature", "_score_mod_signature", "_DEFAULT_SPARSE_BLOCK_SIZE",
         "_round_up_to_multiple", "_vmap_for_bhqkv", "_identity", "_create_empty_block_mask",
+        "_convert_block_mask_to_mask", "_convert_mask_to_block_mask", "_dense_to_ordered",
+        "_create_sparse_block_from_block_mask",
     ):  # fmt: skip
         assert getattr(flex, name) is getattr(torch_flex, name)
     for name in ("implicit_replication", "local_map", "register_sharding"):
         assert getattr(cp, name) is getattr(torch_experimental, name)
+
+
+def test_a_block_mask_from_a_dense_mask_is_attended_by() -> None:
+    allowed = flex.create_mask(lambda b, h, q, kv: (q - kv) % 3 != 1, 1, 1, 128, 96, device="cpu")
+    blocks = flex._convert_mask_to_block_mask(
+        allowed, Q_BLOCK_SIZE=32, KV_BLOCK_SIZE=32, separate_full_blocks=True
+    )
+    mask = flex._create_sparse_block_from_block_mask(
+        blocks, lambda b, h, q, kv: allowed[b, h, q, kv], (128, 96), 32, 32
+    )
+    q, k = torch.randn(1, 2, 128, 8), torch.randn(1, 2, 96, 8)
+    wanted = functional.scaled_dot_product_attention(q, k, k, attn_mask=allowed)
+    torch.testing.assert_close(flex.flex_attention(q, k, k, block_mask=mask), wanted)
 
 
 def test_the_default_balancer_is_head_tail_unless_it_is_switched_off() -> None:
@@ -77,3 +92,17 @@ def test_what_ranks_do_with_the_names_is_what_one_process_computes() -> None:
         torch.testing.assert_close(whole, wanted)
         assert rows == [3, 2]
         assert total == 2.0 * 2 * 3 * 8
+
+
+def test_emulated_ranks_are_refused_since_all_would_get_the_rows_of_the_first() -> None:
+    local_tensor = pytest.importorskip("torch.distributed._local_tensor")
+
+    def rank(mesh):
+        with (
+            local_tensor.LocalTensorMode(2),
+            pytest.raises(FlexCPError, match=r"got torch's LocalTensorMode.*testing\.simulate"),
+        ):
+            cp._context_parallel_shard(mesh, [torch.arange(8)], [0])
+        return True
+
+    assert spawn(rank, 2) == [True, True]

@@ -8,6 +8,7 @@ from kernels.cases import problem
 from torch import Tensor
 
 from flexcp import FlexCPError, masks
+from flexcp.kernels.reference import dense_attention
 from flexcp.kernels.score import examine
 from flexcp.ops import flex_attention
 from ops.test_flex_attention import check
@@ -112,9 +113,38 @@ def _call(score_mod: object) -> None:
     flex_attention(q, q, q, score_mod)  # type: ignore[arg-type]
 
 
-def test_a_score_mod_that_changes_the_dtype_is_refused() -> None:
-    with pytest.raises(FlexCPError, match=r"return dtype torch.float32.*got torch.float64"):
-        _call(lambda s, b, h, q, k: s.double())
+def test_a_score_mod_that_returns_whole_numbers_is_refused() -> None:
+    with pytest.raises(FlexCPError, match=r"return dtype torch.float32.*got torch.int64"):
+        _call(lambda s, b, h, q, k: s.long())
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scores_of_another_floating_type_are_converted(mode: str, dtype: torch.dtype) -> None:
+    slopes = torch.tensor([0.25, -0.5], dtype=dtype, requires_grad=True)
+    q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s.to(dtype) + slopes[h] * ((i - j) % 4)
+
+    attend = torch.compile(flex_attention, backend="aot_eager")
+    options = {"kernel": "reference"} if mode == "reference" else None
+    run = attend if mode == "compiled" else flex_attention
+    out = run(q, k, v, score_mod, kernel_options=options)
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.float32
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, slopes)]
+
+    def wide_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + wide[3][h] * ((i - j) % 4)
+
+    wanted = dense_attention(*wide[:3], score_mod=wide_mod).out
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    weight = torch.randn(out.shape)
+    of_both = ((out, (q, k, v, slopes)), (wanted, wide))
+    gradients = (torch.autograd.grad(x, y, weight.to(x.dtype)) for x, y in of_both)
+    for found, right in ((out, wanted), *zip(*gradients, strict=True)):
+        assert (found.double() - right).norm() <= 30 * eps * max(1.0, float(right.detach().norm()))
 
 
 def test_a_score_mod_that_returns_several_scores_is_refused() -> None:

@@ -245,6 +245,16 @@ def test_heads_that_are_not_shared_are_refused_in_torchs_words() -> None:
         varlen_attn(*packed(8, 8), ends, ends, 8, 8)
 
 
+def test_torchs_own_aux_request_is_understood_and_other_things_are_refused() -> None:
+    torchs = pytest.importorskip("torch.nn.attention.varlen").AuxRequest
+    ends, given = ends_of([3, 5]), packed(8, 8, 2, 2)
+    wanted = varlen_attn(*given, ends, ends, 5, 5, return_aux=AuxRequest(lse=True))
+    found = varlen_attn(*given, ends, ends, 5, 5, return_aux=torchs(lse=True))
+    assert_close(found[1], wanted[1], what="lse")
+    with pytest.raises(FlexCPError, match="return_aux of type AuxRequest, got True of type bool"):
+        varlen_attn(*given, ends, ends, 5, 5, return_aux=True)  # type: ignore[arg-type]
+
+
 def test_a_score_mod_sees_positions_in_the_pack() -> None:
     ends = ends_of([5, 7])
     q, k, v = packed(12, 12, 2, 2)

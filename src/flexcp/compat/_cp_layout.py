@@ -32,6 +32,7 @@ from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout
 from flexcp.plan import Plan
+from flexcp.torch_names import local_tensor_mode_is_on
 
 _MOST_LAYOUTS = 16
 """Layouts that a group remembers."""
@@ -204,6 +205,12 @@ def group_of(mesh: DeviceMesh) -> CPGroup:
             "a DeviceMesh, whose ranks are processes",
             f"{type(mesh).__name__}",
             "pass init_device_mesh(...); for simulated ranks use flexcp.make_plan and attention",
+        )
+    if local_tensor_mode_is_on():
+        raise FlexCPError(
+            "ranks that are processes",
+            "torch's LocalTensorMode, in which one process stands for all ranks",
+            "run it on processes; for simulated ranks use flexcp.testing.simulate",
         )
     if mesh.ndim != 1:
         raise FlexCPError(

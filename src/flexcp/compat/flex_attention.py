@@ -32,7 +32,11 @@ from flexcp.masks import Mask, MaskMod
 from flexcp.ops.mask_cache import BLOCK_MASK_FIELDS, in_graph
 from flexcp.torch_names import (
     _DEFAULT_SPARSE_BLOCK_SIZE,
+    _convert_block_mask_to_mask,
+    _convert_mask_to_block_mask,
     _create_empty_block_mask,
+    _create_sparse_block_from_block_mask,
+    _dense_to_ordered,
     _identity,
     _mask_mod_signature,
     _round_up_to_multiple,
@@ -47,7 +51,11 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "FlexKernelOptions",
+    "_convert_block_mask_to_mask",
+    "_convert_mask_to_block_mask",
     "_create_empty_block_mask",
+    "_create_sparse_block_from_block_mask",
+    "_dense_to_ordered",
     "_identity",
     "_mask_mod_signature",
     "_round_up_to_multiple",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexcp.errors import FlexCPError, check_flags, require, whole_number
+from flexcp.errors import FlexCPError, check_flags, require, told, whole_number
 from flexcp.ops.packed_masks import PackedLengths, Window
 from flexcp.ops.varlen import packed_attention
 from flexcp.plan import Plan
@@ -72,8 +72,9 @@ def varlen_attn(
     True
     """
     _check_types(query, key, value, enable_gqa, cu_seq_q, cu_seq_k, max_q, max_k)
-    if return_aux is not None:
-        require("return_aux", return_aux, AuxRequest, "pass AuxRequest(lse=True)")
+    if return_aux is not None and not isinstance(getattr(return_aux, "lse", None), bool):
+        # As torch, by what it says and not by its class: torch has one of this name as well.
+        raise FlexCPError("return_aux of type AuxRequest", told(return_aux), "pass AuxRequest()")
     if plan is not None:
         require("plan", plan, Plan, "pass what flexcp.make_plan returned")
     _check_heads(query, key, enable_gqa, paged=block_table is not None)

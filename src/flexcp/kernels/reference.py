@@ -122,7 +122,7 @@ def dense_attention(
     q_pos = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
     kv_pos = torch.arange(k.shape[2], device=q.device) if kv_positions is None else kv_positions
     if score_mod is not None:
-        scores = dense_scores(scores, score_mod, q_pos, kv_pos)
+        scores = dense_scores(scores, score_mod, q_pos, kv_pos).to(scores.dtype)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     empty = scores.new_full((*scores.shape[:-1], 1), -torch.inf)

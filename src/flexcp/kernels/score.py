@@ -12,7 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -193,7 +193,9 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
             "return the modified score",
         )
     if result.dtype != dtype:
-        raise _changes_dtype(function, dtype, result.dtype)
+        if not result.is_floating_point():
+            raise _changes_dtype(function, dtype, result.dtype)
+        return examine(_in_type_of_the_score(function), dtype, device)
     if result.numel() != 1 or result.dim() > 4:
         raise FlexCPError(
             "score_mod to return one score (shape ()) for one score",
@@ -206,11 +208,16 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
     )  # fmt: skip
 
 
+def _in_type_of_the_score(function: ScoreFunction) -> ScoreFunction:
+    """A function whose result is wider or narrower, such as by a captured float64 tensor."""
+    return wraps(function)(lambda score, *at: function(score, *at).to(score.dtype))
+
+
 def _changes_dtype(function: ScoreFunction, expected: torch.dtype, got: torch.dtype) -> FlexCPError:
     return FlexCPError(
-        f"score_mod to return dtype {expected}, the type of the scores",
+        f"score_mod to return dtype {expected}, the type of the scores, or another of floats",
         f"{got} from {describe(function)}",
-        "convert what it adds or multiplies with, or end with .to(score.dtype)",
+        "return the modified score, or end with .to(score.dtype)",
     )
 
 

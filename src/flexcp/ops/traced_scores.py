@@ -145,7 +145,8 @@ def modified(
         (0, 0, None, None, None),
     ):
         mapped = torch.func.vmap(mapped, in_dims=dims)
-    return mapped(scores, b, h, q, kv)
+    found = mapped(scores, b, h, q, kv)
+    return found.to(scores.dtype) if found.is_floating_point() else found
 
 
 def over_pairs(mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
