@@ -40,7 +40,7 @@ from flexcp.ops import flex_attention
 
 HEADS, DIM = 8, 64
 MASKS = ("full", "causal", "documents", "window 1024", "prefix", "block-causal")
-MASKS += ("alibi", "softcap", "bias table", "buckets")
+MASKS += ("alibi", "softcap", "bias table", "buckets", "pair biases", "where", "squares", "silu")
 MASKS += ("dropout", "dropout full", "dropout documents", "dropout window 1024")
 MOST_FOR = {
     "SDPA bool mask": 8192,
@@ -95,11 +95,16 @@ def make_mask(name: str, tokens: int) -> flexcp.Mask | None:
 def make_score_mod(name: str, tokens: int) -> Callable[..., Tensor] | None:
     slopes = torch.exp2(-torch.arange(1, HEADS + 1.0))
     biases, buckets = torch.randn(HEADS, tokens), torch.randn(32, HEADS)
+    pairs, ids = torch.randn(tokens, tokens), torch.arange(tokens) // 1000
     return {
         "bias table": lambda score, b, h, q, kv: score + biases[h, (q - kv).abs()],
         "buckets": lambda score, b, h, q, kv: (
             score + buckets[torch.clamp((q - kv) // 64, 0, 31), h]
         ),
+        "pair biases": lambda score, b, h, q, kv: score + pairs[q, kv],
+        "where": lambda score, b, h, q, kv: torch.where(ids[q] == ids[kv], score, score * 0.5),
+        "squares": lambda score, b, h, q, kv: score + 0.1 * score * score,
+        "silu": lambda score, b, h, q, kv: torch.nn.functional.silu(score),
         "alibi": lambda score, b, h, q, kv: score - slopes[h] * (q - kv),
         "softcap": lambda score, b, h, q, kv: 20.0 * torch.tanh(score / 20.0),
     }.get(name)

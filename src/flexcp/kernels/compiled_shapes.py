@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -19,6 +20,21 @@ from flexcp.kernels.varlen_calls import VarlenCall, varlen_calls
 
 _SLAB_BYTES = 250
 """What a slab takes, as an object with six integers."""
+
+
+@dataclass(frozen=True, eq=False)
+class TiledPositions:
+    """Global positions of queries or keys, in whole tiles: a last one counts on."""
+
+    positions: Tensor
+    """int32 [whole tiles]."""
+    consecutive: Tensor
+    """uint8 [tiles] Whether those of a tile count up by 1."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.positions.nbytes + self.consecutive.nbytes
 
 
 class CompiledShapes:
@@ -39,6 +55,7 @@ class CompiledShapes:
         self._programs: dict[tuple[int, bool, int | None, bool], Program] = {}
         self._head_groups: dict[tuple[int, int, int], tuple[HeadGroup, ...]] = {}
         self._positions: dict[tuple[str, torch.device], Tensor] = {}
+        self._tiled_positions: dict[tuple[str, int], TiledPositions] = {}
         self._tile_lists: dict[tuple[int, int, By, torch.device, bool], TileLists] = {}
         self._varlen_calls: dict[tuple[int, torch.device], tuple[VarlenCall, ...] | None] = {}
 
@@ -118,6 +135,20 @@ class CompiledShapes:
                 self._positions[key] = found
         return found
 
+    def tiled_positions(self, which: str, tile: int) -> TiledPositions:
+        """The global positions of queries ("q") or keys ("kv") by tiles, on the CPU."""
+        key = (which, tile)
+        found = self._tiled_positions.get(key)
+        if found is None:
+            at = self.positions(which, torch.device("cpu"))
+            with outside_of_inference_mode():
+                last = at[-1:] + 1 + torch.arange(-at.numel() % tile)
+                positions = torch.cat([at, last]).to(torch.int32).view(-1, tile)
+                even = (positions.diff(dim=1) == 1).all(1).to(torch.uint8)
+            found = TiledPositions(positions.flatten(), even)
+            self._tiled_positions[key] = found
+        return found
+
     @cached_property
     def are_apart(self) -> bool:
         """Whether no two queries, and no two keys, have the same global position."""
@@ -130,7 +161,8 @@ class CompiledShapes:
         programs = sum(program.nbytes for program in tuple(self._programs.values()))
         positions = sum(tensor.nbytes for tensor in tuple(self._positions.values()))
         lists = sum(lists.nbytes for lists in tuple(self._tile_lists.values()))
-        return self._shapes_nbytes + programs + positions + lists
+        tiled = sum(tiled.nbytes for tiled in tuple(self._tiled_positions.values()))
+        return self._shapes_nbytes + programs + positions + lists + tiled
 
 
 def compiled_shapes_of(grid: BlockGrid) -> CompiledShapes:

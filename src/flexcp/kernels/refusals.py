@@ -7,8 +7,10 @@ from torch import Tensor
 
 from flexcp.errors import FlexCPError
 from flexcp.kernels.fused import CPU_FLASH
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.native.library import TYPES, Library, library
-from flexcp.kernels.score import ScoreLike
+from flexcp.kernels.native.scores import compiled_score
+from flexcp.kernels.score import ScoreLike, ScoreMod, examine
 from flexcp.kernels.triton.available import (
     is_tested,
     refuses,
@@ -23,6 +25,9 @@ from flexcp.torch_names import fake_mode_is_on, is_recorded, is_transformed
 
 _FEWEST_QUERIES = 32
 """Keys are put side by side before the C++ kernel multiplies them, which fewer don't repay."""
+FEWEST_SCORES = 1 << 24
+"""Scores of a call from which on a new score function is compiled: strips take some 40 ms for so
+many, forward, and compiling half a second, once."""
 
 
 def native_if_faster(q: Tensor, v: Tensor) -> Library | str:
@@ -33,6 +38,34 @@ def native_if_faster(q: Tensor, v: Tensor) -> Library | str:
         return f"not in C++, which needs {_FEWEST_QUERIES} queries to be faster"
     found = native_library(q, v)
     return f"not in C++: {found}" if isinstance(found, str) else found
+
+
+def why_not_native_scores(q: Tensor, v: Tensor, score_mod: ScoreLike, scores: int) -> str | None:
+    """Why the C++ kernel can't do a call with a score function, or is not worth it; None if it is.
+
+    `scores` says how many there are to compute, over all heads.
+    """
+    if q.shape[2] < _FEWEST_QUERIES:
+        return f"not in C++, which needs {_FEWEST_QUERIES} queries to be faster"
+    if scores < FEWEST_SCORES:
+        return f"not in C++, for which {FEWEST_SCORES:,} scores are worth compiling: not {scores:,}"
+    found = native_library(q, v)
+    if isinstance(found, Library):
+        found = _unknown_to_native(score_mod, q, found) or found
+    return f"not in C++: {found}" if isinstance(found, str) else None
+
+
+def _unknown_to_native(score_mod: ScoreLike, q: Tensor, kernel: Library) -> str | None:
+    """What of a score function can't be done in C++; None if all of it can."""
+    unknown: object = "steps that were not looked at"
+    if callable(score_mod):
+        try:
+            score_mod = examine(score_mod, accumulation_dtype(q.dtype), q.device)
+        except Exception as error:  # whatever it does, it can't be written out
+            unknown = f"a step that fails ({type(error).__name__}: {error})"
+    if isinstance(score_mod, ScoreMod):
+        unknown = compiled_score(score_mod, kernel.flags)
+    return f"the score_mod has {unknown}" if isinstance(unknown, str) else None
 
 
 def native_library(q: Tensor, v: Tensor) -> Library | str:
@@ -54,9 +87,11 @@ def native_library(q: Tensor, v: Tensor) -> Library | str:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def require_native(q: Tensor, v: Tensor, score_mod: bool) -> Library:
+def require_native(q: Tensor, v: Tensor, score_mod: ScoreLike) -> Library:
     """The compiled C++ kernel, or an error that says why it can't do a call."""
-    found = "a score_mod is not written out in C++" if score_mod else native_library(q, v)
+    found = native_library(q, v)
+    if isinstance(found, Library) and score_mod is not None and score_mod is not False:
+        found = _unknown_to_native(score_mod, q, found) or found
     if isinstance(found, str):
         raise FlexCPError("a call that the kernel 'native' can do", found, "leave the kernel out")
     return found

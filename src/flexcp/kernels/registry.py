@@ -20,10 +20,13 @@ from flexcp.kernels.native.library import Library
 from flexcp.kernels.preferences import KernelOrder, preferences_for
 from flexcp.kernels.refusals import (
     native_if_faster,
+    FEWEST_SCORES,
+    native_library,
     require_flex,
     require_native,
     require_triton_call,
     require_varlen,
+    why_not_native_scores,
     why_not_triton,
 )
 from flexcp.kernels.score import ScoreLike, check_score_mod
@@ -95,6 +98,7 @@ def choose(
     kernel: str | None = None,
     dropout: bool = False,
     mask_kind: Callable[[], str] | None = None,
+    scores: Callable[[], int] | None = None,
 ) -> Choice:
     """The kernel for a call.
 
@@ -109,6 +113,8 @@ def choose(
         dropout: whether weights are dropped.
         mask_kind: says which of `mask_kinds.KINDS` the mask is; asked where `flexcp doctor` has
             measured which kernel is the fastest for which kind.
+        scores: says how many scores there are to compute, over all heads; asked where a score
+            function would have to be compiled. As many as pairs unless given.
     """
     for name, x in (("q", q), ("v", v)):
         if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
@@ -125,11 +131,14 @@ def choose(
         require("kernel", kernel, str, f"pass one of {', '.join(map(repr, KERNELS))}")
     order = None
     has_score = score_mod is not None and score_mod is not False
+    count = scores or (lambda: q.shape[0] * q.shape[1] * q.shape[2] * v.shape[2])
     if kernel is None and not dropout:  # which is not what was measured
         order = _measured_order(q, has_score, mask_kind)
     if order is not None:
 
-        def ask(name: str) -> Choice:
+        def ask(name: str) -> Choice | None:
+            if name == "native" and has_score and count() < FEWEST_SCORES:
+                return None
             return choose(
                 q,
                 v,
@@ -169,7 +178,7 @@ def choose(
         require_triton_call(q, v, score_mod, max_scores, wishes)
         return _triton(q, v, wishes, asked, dropout=dropout, scored=has_score)
     if kernel == "native":
-        return Choice("native", None, asked, native=require_native(q, v, has_score))
+        return Choice("native", None, asked, native=require_native(q, v, score_mod))
     if kernel == "varlen":
         require_varlen(CUDA_VARLEN, q, v, has_score, max_scores, dropout)
         return Choice("varlen", None, asked, varlen=CUDA_VARLEN)
@@ -190,12 +199,19 @@ def choose(
             "kernel 'flash'",
             "ask for 'scored', or leave the kernel out",
         )
+    if has_score and kernel is None and q.device.type == "cpu":
+        why_not = why_not_native_scores(q, v, score_mod, count())
+        found_native = native_library(q, v) if why_not is None else None
+        if isinstance(found_native, Library):
+            written = (f"{q.dtype} on cpu", "a score_mod written out in C++")
+            return Choice("native", None, written, native=found_native)
+        asked = (str(why_not),)
     if has_score or kernel == "scored":
-        why = "a score_mod" if has_score else "strips were asked for"
+        needed = "a score_mod" if has_score else "strips were asked for"
         if on_gpu:
             needs = "drops no weights" if dropout else "returns no partial results"
             asked = (*asked, f"not compiled FlexAttention, which {needs}")
-        return Choice("scored", None, (*asked, why))
+        return Choice("scored", None, (*asked, needed))
     if kernel is None and q.device.type == "cpu":
         found_native = native_if_faster(q, v)
         if isinstance(found_native, Library):
@@ -230,6 +246,7 @@ def explain(
     >>> x = torch.zeros(1, 4, 8, 16)
     >>> print(explain(x, x, score_mod=lambda s, b, h, q, kv: s))
     scored: strips of matrix products, with any score_mod
+    - not in C++, which needs 32 queries to be faster
     - a score_mod
     """
     check_score_mod(score_mod)
@@ -266,7 +283,7 @@ def _measured_order(
     return known.order(kind, q.dtype, q.shape[-1])
 
 
-def _as_measured(order: KernelOrder, ask: Callable[[str], Choice]) -> Choice | None:
+def _as_measured(order: KernelOrder, ask: Callable[[str], Choice | None]) -> Choice | None:
     """The fastest kernel that can do a call, with the measurement as the first reason for it.
 
     The variable-length op comes with the next one, for masks that it can't express.
@@ -275,6 +292,8 @@ def _as_measured(order: KernelOrder, ask: Callable[[str], Choice]) -> Choice | N
     for name in order.kernels:
         with suppress(FlexCPError):  # the next one may be able to
             found = ask(name)
+            if found is None:
+                continue
             if found.kernel == "varlen":
                 varlen = found.varlen
             elif varlen is None or found.kernel != "flex":

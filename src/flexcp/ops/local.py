@@ -137,6 +137,7 @@ def local_attention(
         kernel=kernel,
         dropout=dropout is not None,
         mask_kind=lambda: shapes_once().kind,
+        scores=lambda: shapes_once().shapes.area(*q.shape[:2]),
     )
     if choice.kernel == "flex":
         if score_mod is not None and positions is not None:

@@ -76,7 +76,7 @@ def test_without_a_cache_a_process_has_its_own(
     monkeypatch.setattr(build, "cache_folder", lambda: folder)
     made = []
 
-    def pretend(command: str, extra: tuple[str, ...], to: Path) -> None:
+    def pretend(command: str, extra: tuple[str, ...], score: str | None, to: Path) -> None:
         made.append(to)
         to.write_bytes(b"")
 
@@ -119,7 +119,8 @@ def test_what_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("nothing_loaded")
 def test_a_damaged_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    pretended = tmp_path / "flexcp" / "native" / f"attention-{build._key(build.compiler(), ())}.so"
+    key = build._key(build.compiler(), (), None)
+    pretended = tmp_path / "flexcp" / "native" / f"attention-{key}.so"
     pretended.parent.mkdir(parents=True)
     pretended.write_bytes(b"damaged")
     assert isinstance(library.library(), Library)

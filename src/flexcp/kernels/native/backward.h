@@ -2,7 +2,7 @@
 // the gradients of keys and values in memory of its own; five products for each tile.
 #pragma once
 
-#include "tiles.h"
+#include "scored.h"
 
 namespace {
 
@@ -45,6 +45,7 @@ void weigh_back(float* s, float* dp, const Tile& tile, const Outline& outline, i
 struct QueryTile {
     Widened read;
     Buffer q, q_rows, g, g_rows, dq, s, dp;
+    Buffer given;  // scores before the score function
     bool q_finite = true, g_finite = true;
     float lse[TILE], delta[TILE];
 
@@ -52,10 +53,11 @@ struct QueryTile {
         : read(std::max(c.head_dim, c.value_dim)),
           q(buffer(TILE * c.head_dim)), q_rows(buffer(TILE * padded(c.head_dim))),
           g(buffer(TILE * c.value_dim)), g_rows(buffer(TILE * padded(c.value_dim))),
-          dq(buffer(TILE * padded(c.head_dim))), s(buffer(TILE * TILE)), dp(buffer(TILE * TILE)) {}
+          dq(buffer(TILE * padded(c.head_dim))), s(buffer(TILE * TILE)), dp(buffer(TILE * TILE)),
+          given(buffer(c.score ? TILE * TILE : 0)) {}
 
     bool complete() const {
-        return read.data && q && q_rows && g && g_rows && dq && s && dp;
+        return read.data && q && q_rows && g && g_rows && dq && s && dp && given;
     }
 
     void begin(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
@@ -104,10 +106,13 @@ void add_tile(const Call& c, QueryTile& own, const Tile& tile, int64_t b, int64_
     float *s = own.s.get(), *dp = own.dp.get();
     products(own.q.get(), k, outline, groups, c.head_dim, s);
     products(own.g.get(), v, outline, groups, c.value_dim, dp);
+    const Scored scored(c, b, h, i0 / TILE, tile.j, outline, count);
+    scored.change(s, own.given.get());
     const Kept kept(c, b, h, i0, tile.j * TILE);
     const auto weighed = tile.bits ? weigh_back<true, DROPS> : weigh_back<false, DROPS>;
     weighed(s, dp, tile, outline, count, groups, own.lse, own.delta, &kept,
             static_cast<float>(c.factor));
+    scored.pull_back(own.given.get(), dp, tile);
     const auto sum = [&](bool transposed, bool finite, const float* weights, const float* values,
                          int64_t width, float* to) {
         add(transposed, finite, tile, outline, count, groups, weights, values, width, to);

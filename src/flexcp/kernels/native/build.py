@@ -1,4 +1,4 @@
-"""Compiling the C++ kernel: once for a processor and a compiler, into the user's cache."""
+"""Compiling C++: once for a processor and a compiler, into the user's cache."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from pathlib import Path
 from flexcp.kernels.preferences import cache_folder, replace_file
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attention.cpp", "forward.h", "backward.h", "tiles.h", "vectors.h")
+_ATTENTION = (
+    "attention.cpp", "forward.h", "backward.h", "scored.h", "tiles.h", "score_tile.h", "vectors.h",
+)  # fmt: skip
+_SCORES = ("score_steps.h", "score_tile.h", "vectors.h")
 _COMPILERS = ("g++", "c++")
 FLAGS = (
     "-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fPIC", "-fopenmp",
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 """-O3 takes twice as long to compile, and gains nothing that was measured."""
+_OF_SCORES = ("-fwrapv",)
+"""Whole numbers of score functions wrap around, as torch's do."""
 _PATIENCE = 120.0
 """Seconds after which a compiler is given up: it takes two on a quiet machine."""
 
@@ -38,17 +43,18 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
-def built(*, extra: tuple[str, ...] = ()) -> Path:
+def built(*, extra: tuple[str, ...] = (), score: str | None = None) -> Path:
     """The compiled kernel's file, made if it is not there; raises `BuildError`.
 
-    `extra` are more flags for the compiler.
+    Or that of a score function, given its source. `extra` are more flags for the compiler.
     """
     if not sys.platform.startswith(("linux", "darwin")):
         raise BuildError(f"it was not tried on {sys.platform}")
     command = compiler()
     if command is None:
         raise BuildError(f"no C++ compiler was found ({', '.join(_COMPILERS)})")
-    name = f"attention-{_key(command, extra)}.so"
+    extra = extra if score is None else (*_OF_SCORES, *extra)
+    name = f"{'attention' if score is None else 'score'}-{_key(command, extra, score)}.so"
     folder = cache_folder()
     if folder is not None:
         path = folder / "native" / name
@@ -58,12 +64,12 @@ def built(*, extra: tuple[str, ...] = ()) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _alone(path):
                 if not path.exists():
-                    _compile(command, extra, path)
+                    _compile(command, extra, score, path)
             return path
     # Nothing can be kept here: this process has its own.
     path = Path(_own_folder()) / name
     if not path.exists():
-        _compile(command, extra, path)
+        _compile(command, extra, score, path)
     return path
 
 
@@ -72,10 +78,10 @@ def _own_folder() -> str:
     return tempfile.mkdtemp(prefix="flexcp-")
 
 
-def _key(command: str, extra: tuple[str, ...]) -> str:
+def _key(command: str, extra: tuple[str, ...], score: str | None) -> str:
     """What the result depends on: sources, flags, the compiler and the processor."""
-    found = hashlib.sha256()
-    for name in _SOURCES:
+    found = hashlib.sha256((score or "").encode())
+    for name in _ATTENTION if score is None else _SCORES:
         found.update((_FOLDER / name).read_bytes())
     real = os.path.realpath(command)
     seen = os.stat(real)
@@ -103,17 +109,20 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: str, extra: tuple[str, ...], to: Path) -> None:
+def _compile(command: str, extra: tuple[str, ...], score: str | None, to: Path) -> None:
     """Writes the file at once or not at all."""
     with tempfile.TemporaryDirectory(prefix="flexcp-") as folder:
-        compiled, linked = Path(folder, "attention.o"), Path(folder, "attention.so")
-        for native in ("-march=native", "-mcpu=native"):
-            source = str(_FOLDER / _SOURCES[0])
-            made = _run([command, *FLAGS, native, *extra, "-c", source, "-o", str(compiled)])
-            if made is None:
-                break
-        else:
-            raise BuildError(f"{command} failed: {made}")
+        compiled, linked = Path(folder, "made.o"), Path(folder, "made.so")
+        source = _FOLDER / _ATTENTION[0]
+        if score is not None:
+            source = Path(folder, "score.cpp")
+            source.write_text(score, encoding="utf-8")
+        flags = (*FLAGS, *extra, f"-I{_FOLDER}", "-c", str(source), "-o", str(compiled))
+        said = _run([command, "-march=native", *flags])
+        if said is not None:  # on some processors the flag has another name
+            other = _run([command, "-mcpu=native", *flags])
+            if other is not None:
+                raise BuildError(f"{command} failed: {other if 'native' in said else said}")
         # Not with OpenMP's library: its functions are those that torch has loaded, and its threads.
         shared = ["-shared"] if sys.platform != "darwin" else ["-shared", "-undefined", "suppress"]
         made = _run([command, *shared, str(compiled), "-o", str(linked)])

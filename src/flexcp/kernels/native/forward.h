@@ -1,7 +1,7 @@
 // The forward pass: one task per query tile and head, which goes through its tiles in order.
 #pragma once
 
-#include "tiles.h"
+#include "scored.h"
 
 namespace {
 
@@ -121,6 +121,7 @@ int forward_heads(const Call& c, int64_t first, int64_t last, const Panels& keys
                 const int64_t at = head * tiles + tile.j;
                 const Outline outline(tile, groups);
                 products(queries.get(), keys.at(at), outline, groups, c.head_dim, s.get());
+                Scored(c, b, h, line, tile.j, outline, count).change(s.get());
                 const Kept kept(c, b, h, i0, tile.j * TILE);
                 const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
                 weighed(s.get(), rows, tile, outline, count, &kept, factor);

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flexcp.kernels.interface import Partial, PartialGradients
-from flexcp.kernels.native.library import TILE, Hashes, Library
+from flexcp.kernels.native.library import Hashes, Library
+from flexcp.kernels.native.scores import TILE, ScoreArguments
 
 if TYPE_CHECKING:
     from flexcp.kernels.compiled_shapes import CompiledShapes
@@ -38,7 +39,6 @@ class NativeKernel:
         dropout: Dropout | None = None,
     ) -> Partial:
         """The partial result over the pairs of `compiled`, merged into `former` if given."""
-        assert score_mod is None
         assert former is None or not max_scores
         if former is None:
             out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
@@ -55,8 +55,12 @@ class NativeKernel:
             scale=scale,
             has_former=former is not None,
             hashes=_hashes(dropout, compiled, q, k),
+            score=self._score(score_mod, compiled),
         )  # fmt: skip
         return result
+
+    def _score(self, mod: ScoreMod | None, compiled: CompiledShapes) -> ScoreArguments | None:
+        return None if mod is None else ScoreArguments.of(mod, compiled, self.library.flags)
 
     def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
         """[B, H, Lq] What the backward pass needs of each row, over all rounds."""
@@ -82,7 +86,6 @@ class NativeKernel:
         dropout: Dropout | None = None,
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
-        assert score_mod is None
         if delta is None:
             delta = self.delta(grad_out, out, grad_lse)
         found_q = torch.empty(q.shape, dtype=torch.float32) if grad_q is None else grad_q
@@ -96,6 +99,7 @@ class NativeKernel:
             scale=scale,
             has_former=grad_q is not None,
             hashes=_hashes(dropout, compiled, q, k),
+            score=self._score(score_mod, compiled),
         )  # fmt: skip
         return PartialGradients(found_q, found_k, found_v)
 

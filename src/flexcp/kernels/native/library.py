@@ -17,13 +17,16 @@ from torch import Tensor
 from flexcp.errors import FlexCPError
 from flexcp.kernels.interface import causal_shapes
 from flexcp.kernels.native.build import BuildError, built
+from flexcp.kernels.native.scores import TILE, ScoreArguments
 from flexcp.kernels.tiles import TileLists, tile_lists
 
-TILE = 96
-"""Queries and keys of a tile; `tiles.h` says why."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers of the types that tensors may have."""
 
+_SCORE = (
+    "score", "pull_back", "score_given", "score_whole", "score_real", "q_at", "kv_at",
+    "q_consecutive", "kv_consecutive",
+)  # fmt: skip
 _LISTS = (
     "full_start", "full_tile", "full_stop", "partial_start", "partial_tile", "partial_pattern",
     "patterns", "order", "plane_of",
@@ -61,6 +64,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("key_hash_batch", "threshold")),
         *((name, ctypes.c_double) for name in ("factor", "scale")),
         *((name, ctypes.c_int64) for name in ("has_former", "threads")),
+        *((name, ctypes.c_void_p) for name in _SCORE),
     )  # fmt: skip
 
 
@@ -86,6 +90,8 @@ class Library:
     backward: Callable[[Any], int]
     dtypes: frozenset[torch.dtype]
     """What it takes."""
+    flags: tuple[str, ...] = ()
+    """What the compiler was told beside the usual."""
 
     def run(
         self,
@@ -96,6 +102,7 @@ class Library:
         scale: float,
         has_former: bool = False,
         hashes: Hashes | None = None,
+        score: ScoreArguments | None = None,
     ) -> None:
         """Calls `forward` or `backward` on tensors by the names of the call's fields."""
         q, k, v = (tensors[name] for name in ("q", "k", "v"))
@@ -109,6 +116,7 @@ class Library:
             scale=scale, factor=1.0, has_former=has_former, threads=torch.get_num_threads(),
             **{name: Rows.of(x) for name, x in tensors.items() if x is not None},
             **{name: getattr(lists, name).data_ptr() for name in _LISTS},
+            **({} if score is None else score.fields),
         )  # fmt: skip
         if hashes is not None:
             call.row_hash = hashes.row.data_ptr()
@@ -146,8 +154,11 @@ def _loaded() -> Library | str:
         return str(error)
 
 
-def load(path: Path) -> Library:
-    """A compiled kernel that computes what it should; raises `BuildError`."""
+def load(path: Path, flags: tuple[str, ...] = ()) -> Library:
+    """A compiled kernel that computes what it should; raises `BuildError`.
+
+    `flags` are those that it was compiled with, beside the usual.
+    """
     try:
         loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
     except OSError as error:
@@ -162,6 +173,7 @@ def load(path: Path) -> Library:
         loaded.flexcp_forward,
         loaded.flexcp_backward,
         frozenset({torch.float32, torch.bfloat16} | half),
+        flags,
     )
     worst = _error_of(found)
     if not worst < _TOLERANCE:

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "score_tile.h"
 #include "vectors.h"
 
 extern "C" {
@@ -28,6 +29,12 @@ struct Call {
     double factor, scale;
     int64_t has_former;  // whether out and lse, or grad_q, hold what is to be merged with
     int64_t threads;
+    ScoreFunction score;  // with all below; null without
+    ScorePullBack pull_back;
+    const int64_t *score_given, *score_whole;
+    const float* score_real;
+    const int32_t *q_at, *kv_at;  // global positions, in whole tiles
+    const uint8_t *q_consecutive, *kv_consecutive;  // by tile: whether they count up by 1
 };
 
 }  // extern "C"
