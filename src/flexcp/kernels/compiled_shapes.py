@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexcp.eager import outside_of_inference_mode, tensors_to_keep
+from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid
 from flexcp.kernels.head_groups import HeadGroup, head_groups_of
 from flexcp.kernels.interface import Shapes
@@ -18,6 +19,8 @@ from flexcp.kernels.shapes import shapes_of
 from flexcp.kernels.tiles import By, TileLists, tile_lists
 from flexcp.kernels.varlen_calls import VarlenCall, varlen_calls
 
+_MOST_POSITIONS = 2**30 - 2**10
+"""So that sums of two fit into 32 bits, also a tile further on."""
 _SLAB_BYTES = 250
 """What a slab takes, as an object with six integers."""
 
@@ -141,6 +144,12 @@ class CompiledShapes:
         found = self._tiled_positions.get(key)
         if found is None:
             at = self.positions(which, torch.device("cpu"))
+            if at.numel() and int(at.max()) >= _MOST_POSITIONS:
+                raise FlexCPError(
+                    f"positions below {_MOST_POSITIONS:,} for a score_mod in C++",
+                    f"{int(at.max()):,}",
+                    "ask for the kernel 'scored'",
+                )
             with outside_of_inference_mode():
                 last = at[-1:] + 1 + torch.arange(-at.numel() % tile)
                 positions = torch.cat([at, last]).to(torch.int32).view(-1, tile)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.native.library import Hashes, Library
 from flexcp.kernels.native.scores import TILE, ScoreArguments
@@ -85,7 +86,15 @@ class NativeKernel:
         grad_kv: tuple[Tensor, Tensor] | None = None,
         dropout: Dropout | None = None,
     ) -> PartialGradients:
-        """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`."""
+        """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`.
+
+        Those of tensors that a score function captures are summed up on strips, and so then is all.
+        """
+        if score_mod is not None and score_mod.captured:
+            return FlashKernel(None).backward(
+                grad_out, q, k, v, out, lse, compiled, scale=scale, score_mod=score_mod,
+                grad_lse=grad_lse, grad_q=grad_q, grad_kv=grad_kv, dropout=dropout,
+            )  # fmt: skip
         if delta is None:
             delta = self.delta(grad_out, out, grad_lse)
         found_q = torch.empty(q.shape, dtype=torch.float32) if grad_q is None else grad_q

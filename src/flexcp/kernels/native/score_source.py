@@ -227,7 +227,8 @@ class _Writer:
             ("distances", "CONSECUTIVE ? diagonals.at(r, j) : of_distance(q, k)"),
         ):
             named = ", ".join(self.wanted["column" if stage == "columns" else "distance"])
-            bound[stage] = f"            const auto [{named}] = {source};\n" if named else ""
+            kind = "auto&" if stage == "columns" else "auto"
+            bound[stage] = f"            const {kind} [{named}] = {source};\n" if named else ""
         return _FUNCTION.format(
             name=name,
             result=result,
@@ -275,6 +276,8 @@ class _Writer:
                 return self.names[name]
             case ast.Constant(value):
                 return self._number(value)
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)):
+                return self._number(-value)
             case ast.UnaryOp(ast.USub(), operand):
                 return self._made_of("(-{0})", self._value(operand))
             case ast.Compare(left, [sign], [right]):
@@ -296,7 +299,7 @@ class _Writer:
             return _Value("true" if value else "false", plain=True)
         assert isinstance(value, (int, float))
         if value in _WRITTEN_OUT:
-            return _Value(f"{value!r}f" if isinstance(value, float) else str(value), plain=True)
+            return _Value(f"({value!r}f)" if isinstance(value, float) else f"({value})", plain=True)
         if isinstance(value, float):
             self.numbers.real.append(value)
             return _Value(f"tile.real[{len(self.numbers.real) - 1}]", plain=True)
@@ -344,13 +347,24 @@ class _Writer:
             steps.insert(0, address.right)
             address = address.left
         place = _place(address)
-        offset = _Value("int64_t{0}", plain=True)
-        for i, step in enumerate(steps):
-            own = self._value(step)
-            offset = self._made_of("step::plus({0}, {1})", offset, own) if i else own
+        values = [self._value(step) for step in steps]
         inside = self._value(options["mask"]) if "mask" in options else _Value("true", plain=True)
-        text = f"step::read<{_TYPES[self.types[place]]}>(given[{place}], {{0}}, {{1}})"
-        return self._made_of(text, offset, inside)
+        of_row = self._sum([x for x in values if x.stage in ("tile", "row")])
+        others = self._sum([x for x in values if x.stage not in ("tile", "row")])
+        name, source = _TYPES[self.types[place]], f"given[{place}]"
+        if others.stage == "column" and inside.stage == "pair":
+            columns = self._made_of("step::places({0})", others)
+            text = f"step::read_row<{name}>({source}, {{0}}, {{1}}, {{2}})"
+            return self._made_of(text, of_row, columns, inside)
+        return self._made_of(
+            f"step::read<{name}>({source}, step::plus({{0}}, {{1}}), {{2}})", of_row, others, inside
+        )
+
+    def _sum(self, values: list[_Value]) -> _Value:
+        found = _Value("int64_t{0}", plain=True)
+        for i, value in enumerate(values):
+            found = self._made_of("step::plus({0}, {1})", found, value) if i else value
+        return found
 
 
 def _place(node: ast.expr) -> int:

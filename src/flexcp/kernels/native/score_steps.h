@@ -214,32 +214,64 @@ inline auto widened(T x) {
     else return static_cast<float>(x);
 }
 
-constexpr int64_t LANES[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+template <typename T>
+using Widened = decltype(widened(T{}));
 
 template <typename T, typename Offset, typename Inside>
 inline auto read(int64_t data, Offset offset, Inside inside) {
     const T* from = reinterpret_cast<const T*>(data);
     if constexpr (is_vector<Offset> || is_vector<Inside>) {
         const LongVec at = as<LongVec>(where(inside, offset, int64_t{0}));
-        VectorOf<decltype(widened(T{}))> found;
-        if constexpr (std::is_same_v<T, float>) {
-            LongVec lanes;
-            std::memcpy(&lanes, LANES, sizeof lanes);
-            const IntVec apart = as<IntVec>(at - at[0] != lanes);
-            int64_t some = 0, bits[WIDTH / 2];
-            std::memcpy(bits, &apart, sizeof bits);
-            for (int i = 0; i < WIDTH / 2; i++) some |= bits[i];
-            if (!some) {  // side by side, as rows of biases are
-                std::memcpy(&found, from + at[0], sizeof found);
-                return found;
-            }
-        }
+        VectorOf<Widened<T>> found;
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++) found[i] = widened(from[at[i]]);
         return found;
     } else {
-        return inside ? widened(from[offset]) : decltype(widened(T{})){};
+        return inside ? widened(from[offset]) : Widened<T>{};
     }
+}
+
+// The places of some columns in a row of a tensor: the same ones for many rows.
+struct Places {
+    int64_t at[WIDTH];
+    bool side_by_side;
+};
+
+inline Places places(LongVec at) {
+    Places found;
+    std::memcpy(found.at, &at, sizeof found.at);
+    found.side_by_side = true;
+    for (int i = 1; i < WIDTH; i++) found.side_by_side &= found.at[i] == found.at[0] + i;
+    return found;
+}
+
+inline bool all(bool x) { return x; }
+inline bool all(IntVec x) {
+    int64_t parts[WIDTH / 2], found = -1;
+    std::memcpy(parts, &x, sizeof parts);
+    for (int i = 0; i < WIDTH / 2; i++) found &= parts[i];
+    return found == -1;
+}
+
+template <typename T, typename Inside>
+inline auto read_row(int64_t data, int64_t row, const Places& places, Inside inside) {
+    const T* from = reinterpret_cast<const T*>(data);
+    VectorOf<Widened<T>> found;
+    if (!all(inside)) {
+        const IntVec lanes = as<IntVec>(inside);
+        for (int i = 0; i < WIDTH; i++)
+            found[i] = lanes[i] ? widened(from[row + places.at[i]]) : Widened<T>{};
+    } else if (!places.side_by_side) {
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) found[i] = widened(from[row + places.at[i]]);
+    } else if constexpr (std::is_same_v<T, Widened<T>>) {
+        std::memcpy(&found, from + row + places.at[0], sizeof found);
+    } else {
+        from += row + places.at[0];
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) found[i] = widened(from[i]);
+    }
+    return found;
 }
 
 template <typename X>

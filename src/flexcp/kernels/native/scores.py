@@ -42,8 +42,6 @@ def compiled_score(mod: ScoreMod, flags: tuple[str, ...]) -> CompiledScore | str
 
     `flags` are those of the kernel that calls it.
     """
-    if mod.captured:
-        return "gradients of tensors that it captures, which are not summed up in C++"
     found = _source(mod)
     return found if isinstance(found, str) else _loaded(found.text, flags)
 
