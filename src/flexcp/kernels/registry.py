@@ -29,7 +29,7 @@ from flexcp.kernels.refusals import (
     why_not_native_scores,
     why_not_triton,
 )
-from flexcp.kernels.score import ScoreLike, ScoreMod, check_score_mod
+from flexcp.kernels.score import ScoreLike, check_score_mod
 from flexcp.kernels.triton.available import arch_of, triton_version
 from flexcp.kernels.triton.kernel import TritonKernel
 from flexcp.kernels.triton.tuning import Tuning, tuning_for
@@ -203,10 +203,8 @@ def choose(
         why_not = why_not_native_scores(q, v, score_mod, count())
         found_native = native_library(q, v) if why_not is None else None
         if isinstance(found_native, Library):
-            written = [f"{q.dtype} on cpu", "a score_mod written out in C++"]
-            if isinstance(score_mod, ScoreMod) and score_mod.captured:
-                written.append("gradients on strips: it captures tensors that have some")
-            return Choice("native", None, tuple(written), native=found_native)
+            written = (f"{q.dtype} on cpu", "a score_mod written out in C++")
+            return Choice("native", None, written, native=found_native)
         asked = (str(why_not),)
     if has_score or kernel == "scored":
         needed = "a score_mod" if has_score else "strips were asked for"

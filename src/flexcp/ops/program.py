@@ -149,6 +149,11 @@ class RankPrograms:
         """The most demanding kind of mask among the rank's rounds, in the rows that it computes."""
         return most_demanding(w.shapes.kind for r in self.forward.rounds for w in r.work)
 
+    def mean_scores(self, batch: int, heads: int) -> int:
+        """How many scores a rank computes, on average: the same number on all of them."""
+        of_one_head = self.grid.area() / self.grid.planes.of.numel()
+        return int(of_one_head * batch * heads / self.schedule.ranks)
+
     @cached_property
     def backward(self) -> RankProgram:
         """What the rank does in the backward pass."""

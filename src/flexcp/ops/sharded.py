@@ -302,7 +302,7 @@ def _make_op(
         kernel=kind.kernel,
         dropout=kind.dropout_p > 0,
         mask_kind=lambda: programs_of(plan, mask).mask_kind,
-        scores=lambda: _scores_of_a_rank(plan, mask, q),
+        scores=lambda: programs_of(plan, mask).mean_scores(*q.shape[:2]),
     )
     factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
     # The op of a kind is kept with the plan, so it must not hold the plan.
@@ -315,13 +315,6 @@ def _make_op(
         kind.dropout_p,
         kind.first_head + first_head,
     )
-
-
-def _scores_of_a_rank(plan: Plan, mask: str, q: Tensor) -> int:
-    """How many scores a rank computes, on average: the same number on all of them."""
-    grid = plan.grids[mask]
-    of_one_head = grid.area() / grid.planes.of.numel()
-    return int(of_one_head * q.shape[0] * q.shape[1] / plan.transport.world_size)
 
 
 def programs_of(plan: Plan, mask: str, *, as_one: bool = True) -> RankPrograms:

@@ -46,6 +46,7 @@ struct QueryTile {
     Widened read;
     Buffer q, q_rows, g, g_rows, dq, s, dp;
     Buffer given;  // scores before the score function
+    double* lookup_sums = nullptr;
     bool q_finite = true, g_finite = true;
     float lse[TILE], delta[TILE];
 
@@ -112,6 +113,7 @@ void add_tile(const Call& c, QueryTile& own, const Tile& tile, int64_t b, int64_
     const auto weighed = tile.bits ? weigh_back<true, DROPS> : weigh_back<false, DROPS>;
     weighed(s, dp, tile, outline, count, groups, own.lse, own.delta, &kept,
             static_cast<float>(c.factor));
+    scored.add_lookups(own.given.get(), dp, own.lookup_sums);
     scored.pull_back(own.given.get(), dp, tile);
     const auto sum = [&](bool transposed, bool finite, const float* weights, const float* values,
                          int64_t width, float* to) {
@@ -161,6 +163,8 @@ int backward_heads(const Call& c, int64_t first, int64_t last, const KeyPanels& 
                    int64_t shares, int64_t sum_size, float* sums) {
     const int64_t D = padded(c.head_dim), V = padded(c.value_dim), group = c.heads / c.kv_heads;
     const int64_t tiles = ceil_div(c.kv_len, TILE);
+    const int64_t size = c.sum_lookups ? c.lookup_sums_size : 0, tasks = (last - first) * shares;
+    std::vector<double> lookup_sums(tasks * size, 0.0);
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)
     {
@@ -173,6 +177,7 @@ int backward_heads(const Call& c, int64_t first, int64_t last, const KeyPanels& 
             const int64_t g = (first + head) % c.kv_heads;
             float *dk = sums + n * sum_size, *dv = dk + tiles * TILE * D;
             std::memset(dk, 0, sum_size * sizeof(float));
+            own.lookup_sums = lookup_sums.data() + n * size;
             for (int64_t h = g * group; h < (g + 1) * group; h++)
                 for (int64_t place = n % shares; place < c.lines; place += shares) {
                     const int64_t plane = plane_of(c, b, h) * c.lines;
@@ -188,6 +193,9 @@ int backward_heads(const Call& c, int64_t first, int64_t last, const KeyPanels& 
                     own.end(c, b, h, i0, count);
                 }
         }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < size; i++)
+            for (int64_t n = 0; n < tasks; n++) c.lookup_sums[i] += lookup_sums[n * size + i];
         // What the shares have summed up, in their order.
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < (last - first) * c.kv_len; n++) {

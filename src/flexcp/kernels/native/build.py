@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent
 _ATTENTION = (
     "attention.cpp", "forward.h", "backward.h", "scored.h", "tiles.h", "score_tile.h", "vectors.h",
 )  # fmt: skip
-_SCORES = ("score_steps.h", "score_tile.h", "vectors.h")
+_SCORES = ("score_math.h", "score_steps.h", "score_tile.h", "vectors.h")
 _COMPILERS = ("g++", "c++")
 FLAGS = (
     "-std=c++17", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fPIC", "-fopenmp",

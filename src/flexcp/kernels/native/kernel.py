@@ -11,13 +11,16 @@ from torch import Tensor
 from flexcp.kernels.flash import FlashKernel
 from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.native.library import Hashes, Library
-from flexcp.kernels.native.scores import TILE, ScoreArguments
+from flexcp.kernels.native.scores import TILE, LookupSums, ScoreFields
 
 if TYPE_CHECKING:
     from flexcp.kernels.compiled_shapes import CompiledShapes
     from flexcp.kernels.dropout import Dropout
     from flexcp.kernels.score import ScoreMod
     from flexcp.kernels.tiles import TileLists
+
+_TASKS_OF_THREAD = 8
+"""More than `backward.h` cuts heads into, where there are fewer heads than threads."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class NativeKernel:
         )  # fmt: skip
         return result
 
-    def _score(self, mod: ScoreMod | None, compiled: CompiledShapes) -> ScoreArguments | None:
-        return None if mod is None else ScoreArguments.of(mod, compiled, self.library.flags)
+    def _score(self, mod: ScoreMod | None, compiled: CompiledShapes) -> ScoreFields | None:
+        return None if mod is None else ScoreFields.of(mod, compiled, self.library.flags)
 
     def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
         """[B, H, Lq] What the backward pass needs of each row, over all rounds."""
@@ -88,9 +91,11 @@ class NativeKernel:
     ) -> PartialGradients:
         """The gradients' share of the pairs of `compiled`; that of q is added to `grad_q`.
 
-        Those of tensors that a score function captures are summed up on strips, and so then is all.
+        Where sums of what a score function captures would take too much memory, all is on strips.
         """
-        if score_mod is not None and score_mod.captured:
+        sums = LookupSums.of(score_mod) if score_mod is not None and score_mod.captured else None
+        tasks = max(k.shape[0] * k.shape[1], _TASKS_OF_THREAD * torch.get_num_threads())
+        if sums is not None and not sums.fit(tasks):
             return FlashKernel(None).backward(
                 grad_out, q, k, v, out, lse, compiled, scale=scale, score_mod=score_mod,
                 grad_lse=grad_lse, grad_q=grad_q, grad_kv=grad_kv, dropout=dropout,
@@ -109,8 +114,10 @@ class NativeKernel:
             has_former=grad_q is not None,
             hashes=_hashes(dropout, compiled, q, k),
             score=self._score(score_mod, compiled),
+            sums=sums,
         )  # fmt: skip
-        return PartialGradients(found_q, found_k, found_v)
+        captured = () if sums is None else sums.gradients()
+        return PartialGradients(found_q, found_k, found_v, captured)
 
 
 def _lists(compiled: CompiledShapes) -> TileLists:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexcp.errors import FlexCPError
 from flexcp.kernels.interface import causal_shapes
 from flexcp.kernels.native.build import BuildError, built
-from flexcp.kernels.native.scores import TILE, ScoreArguments
+from flexcp.kernels.native.scores import TILE, LookupSums, ScoreFields
 from flexcp.kernels.tiles import TileLists, tile_lists
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -25,7 +25,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _SCORE = (
     "score", "pull_back", "score_given", "score_whole", "score_real", "q_at", "kv_at",
-    "q_consecutive", "kv_consecutive",
+    "q_consecutive", "kv_consecutive", "sum_lookups", "lookup_sums", "lookup_sums_at",
 )  # fmt: skip
 _LISTS = (
     "full_start", "full_tile", "full_stop", "partial_start", "partial_tile", "partial_pattern",
@@ -65,6 +65,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("factor", "scale")),
         *((name, ctypes.c_int64) for name in ("has_former", "threads")),
         *((name, ctypes.c_void_p) for name in _SCORE),
+        ("lookup_sums_size", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -102,7 +103,8 @@ class Library:
         scale: float,
         has_former: bool = False,
         hashes: Hashes | None = None,
-        score: ScoreArguments | None = None,
+        score: ScoreFields | None = None,
+        sums: LookupSums | None = None,
     ) -> None:
         """Calls `forward` or `backward` on tensors by the names of the call's fields."""
         q, k, v = (tensors[name] for name in ("q", "k", "v"))
@@ -117,6 +119,7 @@ class Library:
             **{name: Rows.of(x) for name, x in tensors.items() if x is not None},
             **{name: getattr(lists, name).data_ptr() for name in _LISTS},
             **({} if score is None else score.fields),
+            **({} if sums is None else sums.fields(self.flags)),
         )  # fmt: skip
         if hashes is not None:
             call.row_hash = hashes.row.data_ptr()

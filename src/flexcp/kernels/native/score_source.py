@@ -15,14 +15,21 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
+from flexcp.kernels.native.score_frame import (
+    ARGUMENTS,
+    ENTRIES,
+    FOUND,
+    FUNCTION,
+    INDENT,
+    STORED,
+    SUMS,
+    Stage,
+)
 from flexcp.kernels.triton.emit import FIRST_OPERAND, EmittedScore
 from flexcp.kernels.triton.terms import UnknownStepError
-
-Stage = Literal["tile", "row", "column", "distance", "pair"]
 
 _TYPES = {
     torch.float32: "float",
@@ -112,75 +119,33 @@ def score_source(emitted: EmittedScore, tile: int) -> ScoreSource | str:
     for x in emitted.operands:
         types.append((at, x.dtype))
         at += 2 + 2 * x.dim()
-    return _written(emitted.source, tuple(types), tile)
+    return _written(emitted.source, tuple(types), len(emitted.lookups), tile)
 
 
 @lru_cache(maxsize=256)
 def _written(
-    source: str, types: tuple[tuple[int, torch.dtype], ...], tile: int
+    source: str, types: tuple[tuple[int, torch.dtype], ...], lookups: int, tile: int
 ) -> ScoreSource | str:
     functions = {
         node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
     }
     numbers = _Numbers()
-    parts = ['#include "score_steps.h"', f"constexpr int TILE = {tile};"]
+    parts = ['#include "score_math.h"', f"constexpr int TILE = {tile};"]
     try:
         for name in ("score", "pull_back"):
             parts.append(_Writer(dict(types), numbers).function(name, functions[name]))
+        for i in range(lookups):
+            found = (functions[f"{name}_{i}"] for name in ("pull", "element"))
+            parts.append(_Writer(dict(types), numbers).sums(f"sums_{i}", *found))
     except UnknownStepError as unknown:
         return str(unknown)
-    parts.append(_ENTRIES)
+    calls = "".join(
+        f"    (tile->consecutive ? sums_{i}<true> : sums_{i}<false>)"
+        f"(*tile, scores, gradients, sums + tile->sums_at[{i}]);\n"
+        for i in range(lookups)
+    )
+    parts.append(ENTRIES.replace("CALLS;\n", calls))
     return ScoreSource("\n\n".join(parts) + "\n", tuple(numbers.whole), tuple(numbers.real))
-
-
-_ENTRIES = """\
-extern "C" {
-
-void flexcp_score(const ScoreTile* tile, float* scores) {
-    tile->consecutive ? score<true>(*tile, scores, scores) : score<false>(*tile, scores, scores);
-}
-
-void flexcp_pull_back(const ScoreTile* tile, const float* scores, float* gradients) {
-    tile->consecutive ? pull_back<true>(*tile, scores, gradients)
-                      : pull_back<false>(*tile, scores, gradients);
-}
-
-}  // extern "C\""""
-
-_FUNCTION = """\
-template <bool CONSECUTIVE>
-static void {name}(const ScoreTile& tile, const float* scores, float* results) {{
-    const int64_t* given = tile.given;
-    const auto b = static_cast<int32_t>(tile.batch + given[2]);
-    const auto h = static_cast<int32_t>(tile.head + given[3]);
-{of_tile}\
-    const auto of_column = [&](const IntVec k) {{
-{of_column}\
-        return std::make_tuple({columns});
-    }};
-    const auto of_distance = [&](const int32_t q, const IntVec k) {{
-{of_distance}\
-        return std::make_tuple({distances});
-    }};
-    decltype(of_column(IntVec{{}})) columns[TILE / WIDTH];
-    for (int j = 0; j < TILE; j += WIDTH)
-        columns[j / WIDTH] = of_column(step::positions(tile.kv_at + j));
-    decltype(step::diagonals_of<TILE>(of_distance(0, IntVec{{}}))) diagonals;
-    if constexpr (CONSECUTIVE) diagonals.fill(tile.q_at, tile.kv_at, of_distance);
-    for (int r = 0; r < tile.rows; r++) {{
-        const int32_t q = tile.q_at[r];
-{of_row}\
-        for (int j = tile.first[r / MR]; j < tile.last[r / MR]; j += WIDTH) {{
-            const Vec s = load(scores + r * TILE + j), g = load(results + r * TILE + j);
-            const IntVec k = step::positions(tile.kv_at + j);
-{bound_columns}\
-{bound_distances}\
-{of_pair}\
-            store(results + r * TILE + j, step::as<Vec>({result}));
-        }}
-    }}
-}}"""
-_INDENT = {"tile": 4, "row": 8, "column": 8, "distance": 8, "pair": 12}
 
 
 @dataclass
@@ -207,37 +172,53 @@ class _Writer:
     made: int = 0
 
     def function(self, name: str, node: ast.FunctionDef) -> str:
-        """The C++ function for one of the emitter's."""
-        self.lines = {stage: [] for stage in ("tile", "row", "column", "distance", "pair")}
-        for arg in "sgbhqk":
-            self.names[arg] = _Value(arg, frozenset(arg), plain=True)
+        """The C++ function for `score` or `pull_back`."""
+        result = self._used_by(self._body(node), "pair")
+        return self._framed(name, {"end_pair": STORED}, result=result)
+
+    def sums(self, name: str, pull: ast.FunctionDef, element: ast.FunctionDef) -> str:
+        """The C++ function that adds up the gradients of a lookup by element."""
+        result = self._used_by(self._body(pull), "pair")
+        value = self._body(element)
+        stage = "row" if value.stage == "tile" else value.stage
+        parts = {**SUMS[stage], "end_pair": FOUND + SUMS[stage]["end_pair"]}
+        return self._framed(name, parts, result=result, element=self._used_by(value, "pair"))
+
+    def _body(self, node: ast.FunctionDef) -> _Value:
+        """What one of the emitter's functions returns; its lines are written where they belong."""
+        if not self.names:
+            self.lines = {stage: [] for stage in ("tile", "row", "column", "distance", "pair")}
+            for arg in "sgbhqk":
+                self.names[arg] = _Value(arg, frozenset(arg), plain=True)
         *steps, last = node.body
         for line in steps:
             assert isinstance(line, ast.Assign)
             assert isinstance(line.targets[0], ast.Name)
             target = line.targets[0].id
-            if target not in "sbh":  # scaled by the kernel; numbered by the frame
+            if target not in self.names:  # s is scaled by the kernel, b and h are numbered already
                 self._define(target, self._value(line.value))
         assert isinstance(last, ast.Return)
         assert last.value is not None
-        result = self._used_by(self._value(last.value), "pair")
-        bound: dict[str, str] = {}
-        for stage, source in (
-            ("columns", "columns[j / WIDTH]"),
-            ("distances", "CONSECUTIVE ? diagonals.at(r, j) : of_distance(q, k)"),
-        ):
-            named = ", ".join(self.wanted["column" if stage == "columns" else "distance"])
-            kind = "auto&" if stage == "columns" else "auto"
-            bound[stage] = f"            const {kind} [{named}] = {source};\n" if named else ""
-        return _FUNCTION.format(
+        return self._value(last.value)
+
+    def _framed(self, name: str, parts: dict[str, str], **values: str) -> str:
+        """The function with its loops, and what stands at their beginnings and ends."""
+        columns, distances = (", ".join(self.wanted[x]) for x in ("column", "distance"))
+        values |= {"columns": columns, "distances": distances}
+        bound = "            const {} [{}] = {};\n"
+        diagonal = "CONSECUTIVE ? diagonals.at(r, j) : of_distance(q, k)"
+        return FUNCTION.format(
             name=name,
-            result=result,
-            columns=", ".join(self.wanted["column"]),
-            distances=", ".join(self.wanted["distance"]),
-            bound_columns=bound["columns"],
-            bound_distances=bound["distances"],
+            arguments=ARGUMENTS[name.rstrip("_0123456789")],
+            bound_columns=bound.format("auto&", columns, "columns[j / WIDTH]") if columns else "",
+            bound_distances=bound.format("auto", distances, diagonal) if distances else "",
+            **values,
             **{
-                f"of_{stage}": "".join(f"{' ' * _INDENT[stage]}{line}\n" for line in lines)
+                place: parts.get(place, "").format(**values)
+                for place in ("begin", "begin_row", "end_pair", "end_row", "end")
+            },
+            **{
+                f"of_{stage}": "".join(f"{' ' * INDENT[stage]}{line}\n" for line in lines)
                 for stage, lines in self.lines.items()
             },
         )

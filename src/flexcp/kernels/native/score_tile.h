@@ -14,11 +14,15 @@ struct ScoreTile {
     int64_t consecutive;  // whether both count up by 1
     const int *first, *last;  // by groups of MR rows: the columns that are needed
     int64_t rows;
+    const int64_t* sums_at;  // where the sums of each lookup begin
 };
 
 // Changes scores [TILE][TILE] in place.
 typedef void (*ScoreFunction)(const ScoreTile*, float* scores);
 // Changes gradients of what that made of some scores to gradients of these, in place.
 typedef void (*ScorePullBack)(const ScoreTile*, const float* scores, float* gradients);
+// Adds gradients of what was read from tensors, from those of changed scores, to sums by element.
+typedef void (*ScoreSums)(const ScoreTile*, const float* scores, const float* gradients,
+                          double* sums);
 
 }  // extern "C"

@@ -18,6 +18,7 @@ struct Scored {
         tile.batch = b, tile.head = h;
         tile.q_at = c.q_at + line * TILE, tile.kv_at = c.kv_at + j * TILE;
         tile.consecutive = c.q_consecutive[line] && c.kv_consecutive[j];
+        tile.sums_at = c.lookup_sums_at;
         tile.first = outline.first, tile.last = outline.last, tile.rows = count;
     }
 
@@ -30,6 +31,11 @@ struct Scored {
         if (!call.score) return;
         std::memcpy(given, scores, tile.rows * TILE * sizeof(float));
         call.score(&tile, scores);
+    }
+
+    // Adds gradients of what the score function reads to sums of the task's own.
+    void add_lookups(const float* given, const float* gradients, double* sums) const {
+        if (call.sum_lookups) call.sum_lookups(&tile, given, gradients, sums);
     }
 
     // Gradients of changed scores to those of scores as they were given. A forbidden pair's stays 0:

@@ -35,6 +35,10 @@ struct Call {
     const float* score_real;
     const int32_t *q_at, *kv_at;  // global positions, in whole tiles
     const uint8_t *q_consecutive, *kv_consecutive;  // by tile: whether they count up by 1
+    ScoreSums sum_lookups;  // of the backward pass, with all below; null if nothing has a gradient
+    double* lookup_sums;
+    const int64_t* lookup_sums_at;
+    int64_t lookup_sums_size;
 };
 
 }  // extern "C"

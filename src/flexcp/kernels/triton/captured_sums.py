@@ -6,7 +6,7 @@ atomics, and the same call gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from flexcp.kernels.triton.launch import Launch, has_no_numbers
 
 if TYPE_CHECKING:
     from flexcp.kernels.score import ScoreMod
-    from flexcp.kernels.triton.emit import Lookup
+    from flexcp.kernels.triton.emit import EmittedScore, Lookup
     from flexcp.kernels.triton.scoring import ScoreArguments
 
 MOST_PAIRS = 1 << 23
@@ -134,6 +134,16 @@ def captured_gradients(
                 kind = kind_of(lookup, emitted.operands[lookup.operand].shape, apart=apart)
                 total = totals[lookup.operand]
                 _LookupSums(score, lookup, kind, launch_of(kind), keys, total).add()
+    return gradients_of_captured(mod, emitted, totals)
+
+
+def gradients_of_captured(
+    mod: ScoreMod, emitted: EmittedScore, totals: Mapping[int, Tensor]
+) -> tuple[Tensor, ...]:
+    """The gradient of each captured tensor, from those of the operands that are made of them.
+
+    `totals` has for an operand the gradient of each element, and one number more.
+    """
     operands = [emitted.operands[i] for i in totals]
     gradients = [
         total[:-1].view(x.shape).to(x.device, x.dtype)
