@@ -40,8 +40,8 @@ def native_if_faster(q: Tensor, v: Tensor) -> Library | str:
     return f"not in C++: {found}" if isinstance(found, str) else found
 
 
-def why_not_native_scores(q: Tensor, v: Tensor, score_mod: ScoreLike, scores: int) -> str | None:
-    """Why the C++ kernel can't do a call with a score function, or is not worth it; None if it is.
+def native_for_scores(q: Tensor, v: Tensor, score_mod: ScoreLike, scores: int) -> Library | str:
+    """The compiled C++ kernel; or why it can't do a call with a score function, or is not worth it.
 
     `scores` says how many there are to compute, over all heads.
     """
@@ -52,7 +52,7 @@ def why_not_native_scores(q: Tensor, v: Tensor, score_mod: ScoreLike, scores: in
     found = native_library(q, v)
     if isinstance(found, Library):
         found = _unknown_to_native(score_mod, q, found) or found
-    return f"not in C++: {found}" if isinstance(found, str) else None
+    return f"not in C++: {found}" if isinstance(found, str) else found
 
 
 def _unknown_to_native(score_mod: ScoreLike, q: Tensor, kernel: Library) -> str | None:

@@ -19,14 +19,13 @@ from flexcp.kernels.native.kernel import NativeKernel
 from flexcp.kernels.native.library import Library
 from flexcp.kernels.preferences import KernelOrder, preferences_for
 from flexcp.kernels.refusals import (
-    native_if_faster,
     FEWEST_SCORES,
-    native_library,
+    native_for_scores,
+    native_if_faster,
     require_flex,
     require_native,
     require_triton_call,
     require_varlen,
-    why_not_native_scores,
     why_not_triton,
 )
 from flexcp.kernels.score import ScoreLike, check_score_mod
@@ -200,12 +199,11 @@ def choose(
             "ask for 'scored', or leave the kernel out",
         )
     if has_score and kernel is None and q.device.type == "cpu":
-        why_not = why_not_native_scores(q, v, score_mod, count())
-        found_native = native_library(q, v) if why_not is None else None
+        found_native = native_for_scores(q, v, score_mod, count())
         if isinstance(found_native, Library):
             written = (f"{q.dtype} on cpu", "a score_mod written out in C++")
             return Choice("native", None, written, native=found_native)
-        asked = (str(why_not),)
+        asked = (found_native,)
     if has_score or kernel == "scored":
         needed = "a score_mod" if has_score else "strips were asked for"
         if on_gpu:
