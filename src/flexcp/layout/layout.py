@@ -109,8 +109,6 @@ class Layout:
         owner = torch.repeat_interleave(
             torch.arange(len(rows)), torch.tensor([r.numel() for r in rows], dtype=torch.int64)
         )
-        if row.numel() == 0:
-            return cls(name, seq_len, len(rows), batch_elements, owner, row, row)
         element = torch.div(row, max(seq_len, 1), rounding_mode="floor")
         opens = torch.ones_like(row, dtype=torch.bool)
         opens[1:] = (row.diff() != 1) | (owner.diff() != 0) | (element.diff() != 0)

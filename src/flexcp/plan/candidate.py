@@ -16,8 +16,6 @@ from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule
 
 _TUNED = Objective()
-NEAR = 1 + (_TUNED.enough - 1) / 2
-"""Over the lowest price: what may be taken for moving and keeping little."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,9 @@ def candidate_of(
 
 def modest_first(found: list[Candidate]) -> list[Candidate]:
     """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more."""
-    near = [c for c in found if c.price <= found[0].price * NEAR]
+    best = found[0]  # the rest of the model is no reason to let attention take longer
+    limit = best.price + (_TUNED.even - 1) * (best.price - best.beside)
+    near = [c for c in found if c.price <= limit]
     much = (1 + _TUNED.small) * min(c.received for c in near)
     first = min(near, key=lambda c: (c.received > much, c.keeps_much))
     return [first, *(c for c in found if c is not first)]

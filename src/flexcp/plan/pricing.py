@@ -104,7 +104,7 @@ class Pricing:
         """
         found = [self._priced(schedule.with_kept_kv())] if kept else []
         once = Objective.moved * float(wire.mean())
-        near = found and once <= (Objective.enough - 1) / 2 * (found[0][0].seconds + 2 * once)
+        near = found and once <= (Objective.even - 1) * (found[0][0].seconds + 2 * once)
         if not kept or (near and found[0][0].seconds <= self._limit):
             found.append(self._priced(schedule))
         return found

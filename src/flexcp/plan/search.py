@@ -11,7 +11,7 @@ import torch
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, contiguous
 from flexcp.layout.balance.objective import Objective
-from flexcp.plan.candidate import NEAR, Candidate, candidate_of, modest_first
+from flexcp.plan.candidate import Candidate, candidate_of, modest_first
 from flexcp.plan.cost import Cost
 from flexcp.plan.loads import LayoutLoads, rows_in_tiles
 from flexcp.plan.model_work import model_seconds
@@ -80,6 +80,8 @@ def _add_shared_by_groups(problem: Problem, loads: LayoutLoads, found: list[Cand
     if single ranks were balanced. What looks best on their layout comes first; others follow as
     long as that gains.
     """
+    if problem.ranks.size <= problem.machine.ranks_per_node and _is_near_bound(found):
+        return  # nor do nodes exchange anything
     sizes = [n for n in _group_sizes(problem) if n < problem.ranks.size]
     least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in sizes}
     sizes = [n for n in sizes if _may_be_chosen(problem, least[n], n, found)]
@@ -102,9 +104,9 @@ def _may_be_chosen(
     Or hardly dearer than the cheapest, and moving less.
     """
     best = min(found, key=lambda c: c.price)
-    even = _TUNED.good if problem.flops_per_token else _TUNED.even
+    even = _TUNED.good if problem.flops_per_token else _TUNED.level
     less = (1 + _TUNED.small) * _swaps(problem, group_size) / 2 < best.received
-    return least * even < best.price * (NEAR if less else 1.0)
+    return least * even < best.price * (_TUNED.even if less else 1.0)
 
 
 def _is_near_bound(found: Sequence[Candidate]) -> bool:
@@ -250,7 +252,7 @@ def _by_bound(
         # Even work without a transfer bounds all splits, but not with the time of swaps in it.
         near = best and best.group_size == 1 and _is_near_bound(found)
         if best and (near or least >= best.price):
-            if least > NEAR * best.price:
+            if least > _TUNED.even * best.price:
                 return
             most = loads.seconds_received(problem) if group_size == 1 else best.received
             if most * (1 + _TUNED.small) >= best.received:

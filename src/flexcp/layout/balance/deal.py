@@ -107,7 +107,7 @@ class Deal:
 
     def least_price(self) -> float:
         """The price, if what ranks have too much were gone and nothing moved for it."""
-        even = self.objective.even * self.mean
+        even = self.objective.level * self.mean
         level = max(s.cost - max(0.0, s.area - even) for s in self.shares)
         return self.price() - max(s.cost for s in self.shares) + level
 

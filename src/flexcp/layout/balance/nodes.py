@@ -12,8 +12,6 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
     Documents of which most rows move choose first.
     """
     ranks = len(deal.shares)
-    if ranks <= ranks_per_node:
-        return list(range(ranks))
     nodes: list[list[int]] = [[] for _ in range(-(-ranks // ranks_per_node))]
     room = [min(ranks_per_node, ranks - i * ranks_per_node) for i in range(len(nodes))]
     node_of: dict[int, int] = {}

@@ -36,9 +36,10 @@ class Objective:
     """Rows that one more stretch is worth, received. On a CPU, a gather of 4,096 rows of 4 KB takes
     0.6 us more for each run (8 % in runs of 16, under 1 % from 256 on), as copying 1.3 rows does:
     a quarter of what a row takes over a link that is a fifth as fast as a copy."""
-    even: float = 1.00875
-    """Work over the mean that ranks with more are brought down to, unless what moves for it costs
-    eight times what that gains (`small`); what is an eighth beyond it is left."""
+    even: float = 1.01
+    """Over the mean work, or the lowest price: what counts as equal. Ranks with more are brought
+    down to `level`, unless that costs eight times what it gains (`small`); of plans and layouts
+    that cost the same, one is taken that moves and keeps little."""
     enough: float = 1.02
     """Over the mean work, or the lowest price: what no rank is left with whatever moves for it, and
     how much dearer may be what is tried or taken for another merit."""
@@ -54,6 +55,11 @@ class Objective:
     dense: float = 0.2
     """Share of all rows from which on ranks that need as many may as well rotate everything, and
     layouts need not be local."""
+
+    @property
+    def level(self) -> float:
+        """Work over the mean that ranks with too much are brought down to: less than is left."""
+        return 1.0 + (self.even - 1.0) * (1.0 - self.small)
 
     @property
     def good(self) -> float:

@@ -134,7 +134,7 @@ def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
     most = enough * min((d.price() for d in deals if d.imbalance() <= enough), default=math.inf)
     for deal in sorted(deals, key=Deal.least_price):
         # One document is cut as evenly as its rows allow; single ones are traded if that is felt.
-        uneven = (deal.imbalance() - objective.even) * deal.mean
+        uneven = (deal.imbalance() - objective.level) * deal.mean
         if len(deal.documents) > 1 or uneven > objective.worth * deal.price():
             improve(deal, most)
         tried.append(deal)
@@ -143,7 +143,7 @@ def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
             most = min(most, enough * best.price())
         if best.price() <= objective.good * best.mean:
             break
-    limits = max(enough, best.imbalance()), (1 + enough) / 2 * best.price()
+    limits = max(enough, best.imbalance()), objective.even * best.price()
     near = [d for d in tried if d.imbalance() <= limits[0] and d.price() <= limits[1]]
     moved = [sum(s.needs for s in d.shares) for d in near]
     much = (1 + objective.small) * min(moved)

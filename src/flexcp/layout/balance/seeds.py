@@ -50,7 +50,7 @@ class Seed:
         cost = objective.of_rank(area, np.maximum(received, sent), pieces, np.maximum)
         mean = max(documents.total / len(parts), 1e-9)
         price = cost.max() + objective.moved * objective.pairs_per_row * received.mean()
-        over = np.maximum(area - objective.even * mean, 0.0).mean() / objective.small
+        over = np.maximum(area - objective.level * mean, 0.0).mean() / objective.small
         return cls(parts, float(price), float(price + over))
 
 

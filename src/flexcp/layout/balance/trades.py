@@ -65,8 +65,7 @@ def improve(deal: Deal, most: float = math.inf) -> None:
 
 def _turns(deal: Deal, stuck: set[tuple[int, bool]]) -> Iterator[_Turn]:
     """Ranks with most work, as far as that is uneven, and the slowest rank."""
-    objective = deal.objective
-    even = deal.mean * (1 + (objective.even - 1) * (1 + objective.small))
+    objective, even = deal.objective, deal.mean * deal.objective.even
     shares = sorted(deal.shares, key=lambda s: (-s.area, s.rank))
     for share in shares[: objective.tries]:
         if share.area <= even:
@@ -91,12 +90,13 @@ class _Turn:
         others = (s for s in deal.shares if s is not giver)
         self.others = sorted(others, key=lambda s: (s.area if uneven else s.cost, s.rank))
         self.is_good = not uneven and giver.cost <= self.objective.good * self.mean
-        even, enough = self.objective.even, self.objective.enough
+        even, enough = self.objective.level, self.objective.enough
         # Where documents can stay whole, nothing is cut for work that is even enough.
         limits = (even, enough) if len(deal.documents) > 1 else (1.0, 1.0)
         self.level, self.enough = (self.mean * limit for limit in limits)
         # Of what is uneven, a trade takes a quarter, or counts little.
         self.quarter = self.giver.area - (self.giver.area - even * self.mean) / 4
+        self.held = max(s.needs for s in deal.shares)
         free = self._gain(self.level, self.level, 0) if uneven else math.inf
         self.fair = 2 * self.objective.small * free
 
@@ -167,8 +167,8 @@ class _Turn:
             objective.of_rank(giver.area - work, giver.needs + needs, giver.count, np.maximum),
             objective.of_rank(area_of + work, needs_of + needs_of_both, count_of, np.maximum),
         )
-        needs_of_both += needs
-        gain = self._gain(highest, cost, needs_of_both, np.maximum)
+        rows = np.maximum(giver.needs + needs, needs_of + needs_of_both)
+        gain = self._gain(highest, cost, needs + needs_of_both, np.maximum, rows)
         count = 2 * objective.tries
         if gain.size > count:
             top = np.flatnonzero(gain >= np.partition(gain, -count)[-count])
@@ -179,10 +179,11 @@ class _Turn:
                 pair = own.pieces[int(i[k])], units[r].pieces[int(j[k] - first[r])]
                 yield float(gain[k]), others[r], *pair
 
-    def _gain(self, highest: Any, cost: Any, rows: Any, larger: Any = max) -> Any:
-        """What trades gain that leave the two ranks with at most so much work and such a cost.
+    def _gain(self, highest: Any, cost: Any, rows: Any, larger: Any = max, most: Any = 0) -> Any:
+        """What trades gain that leave the two ranks with at most so much work, cost and rows.
 
         Uneven work is made even by what takes least; whatever it takes, where it is over `enough`.
+        Rows beyond the most that any rank receives count in full, since they take memory.
         """
         giver, objective = self.giver, self.objective
         price = objective.moved * objective.pairs_per_row * rows
@@ -191,7 +192,7 @@ class _Turn:
             return gain * ((gain > objective.worth * self.mean) & (highest <= self.most))
         less = giver.area - larger(highest, self.level)
         waits = larger(cost - highest - giver.cost + giver.area, 0.0)
-        price = waits + larger(price, 0.0)
+        price = waits + larger(price, 0.0) + objective.pairs_per_row * larger(most - self.held, 0)
         gain = less / ((objective.enough - 1) * self.mean + price)
         much, fair = highest <= self.quarter, less >= objective.small * price
         return gain * (much + (1 - much) * objective.small) * (fair | (giver.area > self.enough))
@@ -278,12 +279,9 @@ class _Turn:
             cost = max(price(own_area, own, giver.count - 1), price(low_area, low, taker.count - 1))
         if self._gain(highest, cost, rows) <= least_gain:
             return None
-        after, after_low = deal.after(giver, taker, given, back)
-        cost = max(
-            price(own_area, max(after[:2]), after[2]),
-            price(low_area, max(after_low[:2]), after_low[2]),
-        )
-        gain = self._gain(highest, cost, after[0] + after_low[0] - had)
+        new, its = deal.after(giver, taker, given, back)
+        cost = max(price(own_area, max(new[:2]), new[2]), price(low_area, max(its[:2]), its[2]))
+        gain = self._gain(highest, cost, new[0] + its[0] - had, most=max(new[0], its[0]))
         return Trade(gain, taker, given, back) if gain > least_gain else None
 
     def _least(self, share: Share, gone: Pieces, come: Pieces) -> int:
