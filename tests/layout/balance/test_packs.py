@@ -86,6 +86,19 @@ def test_documents_are_not_mixed_where_they_are_cheaper_once_their_work_is_even(
     assert int(rows_needed([grid], layout).counts(64).sum()) <= 0.65 * LENGTH
 
 
+def test_no_rank_receives_two_long_documents_where_work_can_be_even_without_that():
+    """Either is cheap to receive; only memory is short."""
+    draw = random.Random(6)
+    lengths = [round(draw.uniform(7e4, 1e5)) for _ in range(3)]
+    while sum(lengths) < 1 << 19:
+        length = round(draw.expovariate(1 / 1500)) + 1
+        lengths.append(min((1 << 19) - sum(lengths), length))
+    grid = grid_of(lengths, causal=False)
+    layout = balanced([grid], 32)
+    assert imbalance(grid, layout) <= 1.02
+    assert int(rows_needed([grid], layout).counts(32).max()) <= 1.1 * max(lengths)
+
+
 def test_nothing_moves_where_a_first_row_costs_more_than_even_work_gains():
     lengths = [540, 436, 370, 1123, 1135, 594, 791, 1117, 906, 490, 766, 483, 592, 1072, 949, 981]
     grid = grid_of(lengths, causal=False)
