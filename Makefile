@@ -49,7 +49,7 @@ $(LATEST)/.installed: pyproject.toml
 
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	$(LATEST)/bin/python -m pytest -n 3 --dist worksteal
+	XDG_CACHE_HOME=$(CURDIR)/$(LATEST)/cache $(LATEST)/bin/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -126,10 +126,14 @@ def create_block_mask(
     """
     if torch.compiler.is_compiling():
         mod = mask_mod.mask_mod if isinstance(mask_mod, Mask) else mask_mod
-        found = torch_create_block_mask(
-            mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks=separate_full_blocks,
-            compute_dq_write_order=compute_dq_write_order, dq_kv_order=dq_kv_order,
-        )  # fmt: skip
+        asked = {
+            "separate_full_blocks": (separate_full_blocks, True),
+            "compute_dq_write_order": (compute_dq_write_order, False),
+            "dq_kv_order": (dq_kv_order, True),
+        }
+        # torch 2.12 takes none of these, and does what their usual values say.
+        given = {name: value for name, (value, usual) in asked.items() if value is not usual}
+        found = torch_create_block_mask(mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **given)
         return in_graph(found)
     if not callable(mask_mod):
         raise FlexCPError("a mask_mod", told(mask_mod), "pass a function of (b, h, q_idx, kv_idx)")
