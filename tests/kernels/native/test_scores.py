@@ -326,6 +326,44 @@ def test_ranks_add_up_the_gradients_of_what_they_read(monkeypatch: pytest.Monkey
         assert_close(sum(x for _, x in results), wanted[1], dtype=torch.float32, factor=2)
 
 
+def captured_gradient(function_of: Callable[[Tensor], Function], kernel: str) -> Tensor:
+    random = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 130, 8, generator=random) for _ in range(3))
+    w = torch.rand(130, generator=random).requires_grad_()
+    out, lse = flexcp.flex_attention(
+        q, k, v, score_mod=function_of(w), return_lse=True, kernel_options={"kernel": kernel}
+    )
+    (found,) = torch.autograd.grad((out * v).sum() + lse.sum(), w)
+    return found
+
+
+def beside_its_double(w: Tensor) -> Function:
+    twice = 2 * w
+    return lambda s, b, h, q, k: s + (twice + w)[k] + w[q] * twice[k]
+
+
+def beside_what_its_double_makes(w: Tensor) -> Function:
+    capped = (2 * w).tanh()
+    return lambda s, b, h, q, k: s * w[k] + capped[k] * capped.exp()[q]
+
+
+@pytest.mark.parametrize(
+    "function_of",
+    [
+        beside_its_double,
+        beside_what_its_double_makes,
+        lambda w: lambda s, b, h, q, k: w.tanh().sum(),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["native", "scored"])
+def test_what_is_made_of_a_captured_tensor_counts_once(
+    function_of: Callable[[Tensor], Function], kernel: str
+) -> None:
+    """Made outside of the function and captured too, or made in it and returned."""
+    wanted = captured_gradient(function_of, "reference")
+    assert_close(captured_gradient(function_of, kernel), wanted, dtype=torch.float32, factor=10)
+
+
 @pytest.mark.parametrize(
     ("what", "function"),
     [
