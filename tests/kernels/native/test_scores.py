@@ -326,6 +326,33 @@ def test_ranks_add_up_the_gradients_of_what_they_read(monkeypatch: pytest.Monkey
         assert_close(sum(x for _, x in results), wanted[1], dtype=torch.float32, factor=2)
 
 
+def test_indices_that_wrap_around_count_from_the_end_as_torchs_do() -> None:
+    x, buckets = torch.randn(3, 1, 2, 130, 8), torch.randn(64)
+
+    def hashed(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + buckets[(((q - k * 3).abs() * 0x1E3779B97F4A7C15) >> 30) >> 28]
+
+    found, wanted = (
+        flexcp.flex_attention(*x, score_mod=hashed, kernel_options={"kernel": kernel})
+        for kernel in ("native", "reference")
+    )
+    assert_close(found, wanted, factor=2)
+
+
+def test_the_least_whole_number_stays_outside_of_a_tensor() -> None:
+    """It is what -inf becomes as a whole number, and its own negative."""
+    x, table, factors = torch.randn(3, 1, 2, 130, 8), torch.randn(64), torch.ones(130)
+    factors[5] = torch.inf
+
+    def by_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        part = (-s * s * factors[q]).long()
+        return s + table[torch.where(h == 0, part.abs(), -part.clamp(max=0)).clamp(max=31)]
+
+    out = flexcp.flex_attention(*x, score_mod=by_score, kernel_options=NATIVE)
+    assert out[:, :, 5].isnan().all()
+    assert out[:, :, 6:].isfinite().all()
+
+
 def captured_gradient(function_of: Callable[[Tensor], Function], kernel: str) -> Tensor:
     random = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, 2, 130, 8, generator=random) for _ in range(3))
