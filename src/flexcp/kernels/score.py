@@ -306,7 +306,9 @@ class _Watcher(TorchDispatchMode):
         self._touched = {id(x): x for x in inputs}
         self._numbers = {id(x): i for i, x in enumerate(inputs)}
         self._recorder = ScoreRecorder(inputs)
-        with torch.enable_grad(), self:
+        # A checkpoint's hooks would be steps of the function.
+        unhooked = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+        with torch.enable_grad(), unhooked, self:
             result = function(*inputs)
         if isinstance(result, Tensor) and not self._is_of_steps(result):
             self._note(result)
@@ -386,6 +388,10 @@ class _Watcher(TorchDispatchMode):
             integers = every and all(i.dtype != torch.bool for i in indices)
             return integers and id(table) not in self._touched
         return torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 _contents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

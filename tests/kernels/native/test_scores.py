@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp import FlexCPError, Mask, masks, testing
@@ -324,6 +325,22 @@ def test_ranks_add_up_the_gradients_of_what_they_read(monkeypatch: pytest.Monkey
         for found in results:
             assert_close(found[0], wanted[0], dtype=torch.float32, factor=2)
         assert_close(sum(x for _, x in results), wanted[1], dtype=torch.float32, factor=2)
+
+
+def test_a_checkpoint_is_no_part_of_a_function() -> None:
+    """It keeps what is saved for the backward pass by hooks, which act on tensors."""
+    x, slopes = torch.randn(1, 2, 130, 8), torch.rand(130, requires_grad=True)
+
+    def attend(x: Tensor, slopes: Tensor) -> Tensor:
+        def function(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + torch.tanh(slopes[q]) * slopes[k]
+
+        return flexcp.flex_attention(x, x, x, score_mod=function, kernel_options=NATIVE)
+
+    (wanted,) = torch.autograd.grad((attend(x, slopes) * x).sum(), slopes)
+    out = checkpoint(attend, x, slopes, use_reentrant=False)
+    (found,) = torch.autograd.grad((out * x).sum(), slopes)
+    assert torch.equal(found, wanted)
 
 
 def test_indices_that_wrap_around_count_from_the_end_as_torchs_do() -> None:
