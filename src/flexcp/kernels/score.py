@@ -115,12 +115,49 @@ class ScoreMod:
         if not modified.requires_grad:
             return torch.zeros_like(gradient)
         totals = [*sums, *wide.of_copies(self.captured, sums)]
-        leaves = (tile, *self.captured, *wide.copies)
-        own, *grads = torch.autograd.grad(modified, leaves, gradient, allow_unused=True)
+        leaves = (tile, *wide.copies)
+        grads = gradients_apart((modified,), self.captured, (gradient,), leaves)
+        own = grads.pop(len(self.captured))
         for total, grad in zip(totals, grads, strict=True):
             if grad is not None:
                 total += grad
         return torch.zeros_like(gradient) if own is None else own
+
+
+def gradients_apart(
+    outputs: Sequence[Tensor],
+    captured: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    leaves: Sequence[Tensor] = (),
+) -> list[Tensor | None]:
+    """The gradients of captured tensors, as if none were made of another, and of some leaves.
+
+    What a captured tensor was made of gets its share from autograd, outside of the function.
+
+    >>> w = torch.ones(1, requires_grad=True)
+    >>> twice = 2 * w
+    >>> gradients_apart((w + twice,), (w, twice), (torch.ones(1),))
+    [tensor([1.]), tensor([1.])]
+    """
+    stopped: dict[int, Tensor] = {}
+
+    def stop(i: int) -> Callable[[Tensor], Tensor]:
+        def keep(gradient: Tensor) -> Tensor:
+            stopped[i] = gradient
+            return torch.zeros_like(gradient)
+
+        return keep
+
+    made = [i for i, x in enumerate(captured) if x.grad_fn is not None and len(captured) > 1]
+    hooks = [captured[i].register_hook(stop(i)) for i in made]
+    try:
+        found = torch.autograd.grad(
+            outputs, (*captured, *leaves), gradients, retain_graph=True, allow_unused=True
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [stopped.get(i, x) for i, x in enumerate(found)]
 
 
 ScoreLike = ScoreMod | ScoreFunction | bool | None
@@ -269,9 +306,11 @@ class _Watcher(TorchDispatchMode):
         self._touched = {id(x): x for x in inputs}
         self._numbers = {id(x): i for i, x in enumerate(inputs)}
         self._recorder = ScoreRecorder(inputs)
-        with torch.enable_grad(), self:
+        # A checkpoint's hooks would be steps of the function.
+        unhooked = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+        with torch.enable_grad(), unhooked, self:
             result = function(*inputs)
-        if isinstance(result, Tensor) and id(result) not in self._touched:
+        if isinstance(result, Tensor) and not self._is_of_steps(result):
             self._note(result)
         self._steps.append(f"returns {self._told(result)}")
         self.graph = self._recorder.finish(result)
@@ -294,7 +333,7 @@ class _Watcher(TorchDispatchMode):
                 "draw it once outside and capture the tensor: the backward pass calls it again",
             )
         for x in operands:
-            if id(x) not in self._touched and id(x) not in self._made_here:
+            if not self._is_of_steps(x):
                 self._note(x)
         self._steps.append(f"{func} {self._told(args)} {self._told(sorted(kwargs.items()))}")
         result = func(*args, **kwargs)
@@ -333,6 +372,10 @@ class _Watcher(TorchDispatchMode):
     def _say(self, what: str) -> None:
         self.unlike = self.unlike or what
 
+    def _is_of_steps(self, x: Tensor) -> bool:
+        """Whether a step made it: its gradient is for the tensors that it was made of."""
+        return id(x) in self._touched or id(x) in self._made_here
+
     def _note(self, x: Tensor) -> None:
         if x.requires_grad and all(x is not known for known in self.captured):
             self.captured.append(x)
@@ -345,6 +388,10 @@ class _Watcher(TorchDispatchMode):
             integers = every and all(i.dtype != torch.bool for i in indices)
             return integers and id(table) not in self._touched
         return torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 _contents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp import FlexCPError, Mask, masks, testing
@@ -324,6 +325,87 @@ def test_ranks_add_up_the_gradients_of_what_they_read(monkeypatch: pytest.Monkey
         for found in results:
             assert_close(found[0], wanted[0], dtype=torch.float32, factor=2)
         assert_close(sum(x for _, x in results), wanted[1], dtype=torch.float32, factor=2)
+
+
+def test_a_checkpoint_is_no_part_of_a_function() -> None:
+    """It keeps what is saved for the backward pass by hooks, which act on tensors."""
+    x, slopes = torch.randn(1, 2, 130, 8), torch.rand(130, requires_grad=True)
+
+    def attend(x: Tensor, slopes: Tensor) -> Tensor:
+        def function(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + torch.tanh(slopes[q]) * slopes[k]
+
+        return flexcp.flex_attention(x, x, x, score_mod=function, kernel_options=NATIVE)
+
+    (wanted,) = torch.autograd.grad((attend(x, slopes) * x).sum(), slopes)
+    out = checkpoint(attend, x, slopes, use_reentrant=False)
+    (found,) = torch.autograd.grad((out * x).sum(), slopes)
+    assert torch.equal(found, wanted)
+
+
+def test_indices_that_wrap_around_count_from_the_end_as_torchs_do() -> None:
+    x, buckets = torch.randn(3, 1, 2, 130, 8), torch.randn(64)
+
+    def hashed(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + buckets[(((q - k * 3).abs() * 0x1E3779B97F4A7C15) >> 30) >> 28]
+
+    found, wanted = (
+        flexcp.flex_attention(*x, score_mod=hashed, kernel_options={"kernel": kernel})
+        for kernel in ("native", "reference")
+    )
+    assert_close(found, wanted, factor=2)
+
+
+def test_the_least_whole_number_stays_outside_of_a_tensor() -> None:
+    """It is what -inf becomes as a whole number, and its own negative."""
+    x, table, factors = torch.randn(3, 1, 2, 130, 8), torch.randn(64), torch.ones(130)
+    factors[5] = torch.inf
+
+    def by_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        part = (-s * s * factors[q]).long()
+        return s + table[torch.where(h == 0, part.abs(), -part.clamp(max=0)).clamp(max=31)]
+
+    out = flexcp.flex_attention(*x, score_mod=by_score, kernel_options=NATIVE)
+    assert out[:, :, 5].isnan().all()
+    assert out[:, :, 6:].isfinite().all()
+
+
+def captured_gradient(function_of: Callable[[Tensor], Function], kernel: str) -> Tensor:
+    random = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 130, 8, generator=random) for _ in range(3))
+    w = torch.rand(130, generator=random).requires_grad_()
+    out, lse = flexcp.flex_attention(
+        q, k, v, score_mod=function_of(w), return_lse=True, kernel_options={"kernel": kernel}
+    )
+    (found,) = torch.autograd.grad((out * v).sum() + lse.sum(), w)
+    return found
+
+
+def beside_its_double(w: Tensor) -> Function:
+    twice = 2 * w
+    return lambda s, b, h, q, k: s + (twice + w)[k] + w[q] * twice[k]
+
+
+def beside_what_its_double_makes(w: Tensor) -> Function:
+    capped = (2 * w).tanh()
+    return lambda s, b, h, q, k: s * w[k] + capped[k] * capped.exp()[q]
+
+
+@pytest.mark.parametrize(
+    "function_of",
+    [
+        beside_its_double,
+        beside_what_its_double_makes,
+        lambda w: lambda s, b, h, q, k: w.tanh().sum(),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["native", "scored"])
+def test_what_is_made_of_a_captured_tensor_counts_once(
+    function_of: Callable[[Tensor], Function], kernel: str
+) -> None:
+    """Made outside of the function and captured too, or made in it and returned."""
+    wanted = captured_gradient(function_of, "reference")
+    assert_close(captured_gradient(function_of, kernel), wanted, dtype=torch.float32, factor=10)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexcp.kernels.score import deterministic_sums
+from flexcp.kernels.score import deterministic_sums, gradients_apart
 from flexcp.kernels.triton.available import captured_kernel
 from flexcp.kernels.triton.launch import Launch, has_no_numbers
 
@@ -153,9 +153,7 @@ def gradients_of_captured(
         return tuple(torch.zeros_like(x) for x in mod.captured)
     with deterministic_sums():
         # Through what the function makes of the tensors that it captures before it looks them up.
-        found = torch.autograd.grad(
-            operands, mod.captured, gradients, retain_graph=True, allow_unused=True
-        )
+        found = gradients_apart(operands, mod.captured, gradients)
     return tuple(
         torch.zeros_like(x) if grad is None else grad
         for x, grad in zip(mod.captured, found, strict=True)

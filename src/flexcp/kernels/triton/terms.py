@@ -16,7 +16,7 @@ Kind = Literal["float", "int", "bool"]
 LARGEST_POSITION = 2**30 - 1
 """Of a token, batch element or head, so that a difference or a sum of two fits into 32 bits."""
 _LARGEST = 2**31 - 1
-_ANY = 2**63 - 1
+_LEAST, _MOST = -(2**63), 2**63 - 1
 
 NARROW = (torch.uint8, torch.int8, torch.int16)
 """Whole numbers that may be looked up, but not computed with: they would wrap around."""
@@ -39,8 +39,8 @@ class Term:
 
     text: str
     kind: Kind
-    low: int = -_ANY
-    high: int = _ANY
+    low: int = _LEAST
+    high: int = _MOST
     is_literal: bool = False
 
     @property
@@ -77,9 +77,11 @@ class Term:
 def whole(text: str, low: int, high: int, *operands: Term) -> Term:
     """A whole number in a range: in 64 bits where it needs them.
 
-    `text` has a place {0}, {1}, ... for each operand; they are widened if the result is wide.
+    `text` has a place {0}, {1}, ... for each operand; they are widened if the result is wide. What
+    may not fit into 64 bits wraps around, as torch's does: then it may be anything.
     """
-    low, high = max(low, -_ANY), min(high, _ANY)
+    if low < _LEAST or high > _MOST:
+        low, high = _LEAST, _MOST
     found = Term("", "int", low, high)
     some_wide = found.is_wide or any(term.is_wide for term in operands)
     shown = [term.widened() if some_wide else term.text for term in operands]
