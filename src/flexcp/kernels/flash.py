@@ -6,12 +6,12 @@ order of the program, so that the same call gives the same bits.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from flexcp.kernels.captured_gradients import deterministic_sums
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.fused import FusedOp
@@ -20,7 +20,7 @@ from flexcp.kernels.head_groups import HeadGroup, place, select
 from flexcp.kernels.interface import Partial, PartialGradients
 from flexcp.kernels.merge import accumulation_dtype, merge_into
 from flexcp.kernels.program import Program
-from flexcp.kernels.score import ScoreMod, deterministic_sums
+from flexcp.kernels.score import ScoreMod
 from flexcp.kernels.strip_gradients import strips_backward
 from flexcp.kernels.strips import (
     BackwardInputs,
@@ -188,7 +188,7 @@ def backward(
     if fused is not None and not fused.multiplies(q.dtype):
         grad_out, q, k, v, out = (x.to(dtype) for x in (grad_out, q, k, v, out))
     groups = compiled.head_groups(q.shape[0], q.shape[1], k.shape[1])
-    with deterministic_sums() if captured else nullcontext():
+    with deterministic_sums(needed=bool(captured)):
         if len(groups) == 1:
             dq, dk, dv = _backward_group(
                 grad_out, q, k, v, out, lse, groups[0], compiled, scale, fused, score_mod, grad_lse,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError, quote, told
+from flexcp.kernels.captured_gradients import gradients_apart
 from flexcp.kernels.chained_lookups import joined_lookups
 from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score_chain import ScoreChain, chain_of
@@ -122,42 +123,6 @@ class ScoreMod:
             if grad is not None:
                 total += grad
         return torch.zeros_like(gradient) if own is None else own
-
-
-def gradients_apart(
-    outputs: Sequence[Tensor],
-    captured: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    leaves: Sequence[Tensor] = (),
-) -> list[Tensor | None]:
-    """The gradients of captured tensors, as if none were made of another, and of some leaves.
-
-    What a captured tensor was made of gets its share from autograd, outside of the function.
-
-    >>> w = torch.ones(1, requires_grad=True)
-    >>> twice = 2 * w
-    >>> gradients_apart((w + twice,), (w, twice), (torch.ones(1),))
-    [tensor([1.]), tensor([1.])]
-    """
-    stopped: dict[int, Tensor] = {}
-
-    def stop(i: int) -> Callable[[Tensor], Tensor]:
-        def keep(gradient: Tensor) -> Tensor:
-            stopped[i] = gradient
-            return torch.zeros_like(gradient)
-
-        return keep
-
-    made = [i for i, x in enumerate(captured) if x.grad_fn is not None and len(captured) > 1]
-    hooks = [captured[i].register_hook(stop(i)) for i in made]
-    try:
-        found = torch.autograd.grad(
-            outputs, (*captured, *leaves), gradients, retain_graph=True, allow_unused=True
-        )
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [stopped.get(i, x) for i, x in enumerate(found)]
 
 
 ScoreLike = ScoreMod | ScoreFunction | bool | None
@@ -430,15 +395,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [t for item in value for t in _tensors(item)]
     return []
-
-
-@contextlib.contextmanager
-def deterministic_sums() -> Iterator[None]:
-    """Scatter-adds in a fixed order: the gradients of captured tensors are made of them."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)

@@ -13,21 +13,13 @@ from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.interface import Partial, causal_shapes
 from flexcp.kernels.native.kernel import NativeKernel
-from flexcp.kernels.native.library import TILE, Library, library
+from flexcp.kernels.native.library import TILE
 from flexcp.kernels.reference import DenseResult, dense_attention
 from flexcp.kernels.shapes import shapes_of
 from flexcp.testing.tolerance import assert_close
 from kernels.cases import MASKS, loss, problem
 
 FLOAT64 = torch.float64
-
-
-@pytest.fixture
-def native() -> NativeKernel:
-    found = library()
-    if not isinstance(found, Library):
-        pytest.skip(f"there is no compiled kernel: {found}")
-    return NativeKernel(found)
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexcp.kernels.score import deterministic_sums, gradients_apart
+from flexcp.kernels.captured_gradients import deterministic_sums, gradients_apart
 from flexcp.kernels.triton.available import captured_kernel
 from flexcp.kernels.triton.launch import Launch, has_no_numbers
 
