@@ -29,6 +29,12 @@ _CAPTURE = "flexcp_capture"
 _OF_THE_DATA = ("packed_sequence_mask_function", "padding_mask_function")
 """Parts of a mask that come from the batch, not from the layer."""
 
+_REMAPPED = "remap_positions_for_packed_sequence"
+"""What gives a mask function positions within documents, from Transformers 5.23 on."""
+
+_BY_DISTANCE = frozenset({"causal_mask_function", "sliding_window_overlay"})
+"""Rules that say the same of rows as of positions within a document, which count up by 1."""
+
 _OF_IMAGES = ("blockwise_overlay", "token_type_ids_mask_function")
 """Parts that models add for images, and that add nothing to a text."""
 
@@ -56,6 +62,8 @@ class TokenFacts:
     """bool [B, S] False where there is no token; None if there is no padding."""
     packed: Tensor | None
     """int64 [B, S] Documents that Transformers infers from `position_ids`; None if there is one."""
+    positions: Tensor | None
+    """int64 [B, S] The `position_ids` that `packed` was inferred from."""
     documents: Tensor | None
     """int64 [B, S] Documents that the batch names; None if it names none."""
 
@@ -75,21 +83,24 @@ class TokenFacts:
             position_ids: [B, S], if given, and if the model takes jumps for new documents.
             documents: [B, S], if given.
         """
-        padding = packed = None
+        padding = packed = positions = None
         if attention_mask is not None:
             padding = attention_mask.detach().cpu().bool()
             padding = None if bool(padding.all()) else padding
         elif position_ids is not None:  # with an attention mask, Transformers infers nothing
-            packed = find_packed_sequence_indices(position_ids.detach().cpu().expand(shape))
+            positions = position_ids.detach().cpu().long().expand(shape)
+            packed = find_packed_sequence_indices(positions)
+            positions = None if packed is None else positions
         if documents is not None:
             documents = documents.detach().cpu().long().expand(shape)
             if bool((documents == documents[:, :1]).all()):
                 documents = None
-        return cls(shape, padding, packed, documents)
+        return cls(shape, padding, packed, positions, documents)
 
     def key(self) -> tuple[object, ...]:
         """Equal for batches with equal masks."""
-        return (self.shape, *(_digest(x) for x in (self.padding, self.packed, self.documents)))
+        found = (self.padding, self.packed, self.positions, self.documents)
+        return (self.shape, *map(_digest, found))
 
 
 def _digest(x: Tensor | None) -> str | None:
@@ -111,7 +122,7 @@ def global_masks(
         view,
         torch.empty(()).expand(*facts.shape, 1),  # a stand-in: only its shape is read
         facts.padding,
-        None if facts.packed is None else _positions_of(facts.packed),
+        facts.positions,
     )
     if "mask_function" in found:
         found = {"attention": found}
@@ -144,17 +155,36 @@ def _masks_of_layers(
         }
 
 
-def _positions_of(packed: Tensor) -> Tensor:
-    """Position ids with a jump wherever a document begins."""
-    return torch.arange(packed.shape[1]) + packed * packed.shape[1]
-
-
 def _mask(parts: Mapping[str, Any], facts: TokenFacts) -> Mask:
-    function = parts["mask_function"]
+    function = _of_rows(parts["mask_function"])
     if parts["attention_mask"] is not None:
         function = and_masks(function, padding_mask_function(parts["attention_mask"]))
     mask = Mask(function)
     return mask if facts.documents is None else mask & masks.document(facts.documents)
+
+
+def _of_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function of rows, where it asks for positions within documents but need not.
+
+    Comparisons of rows are what planning is fast for.
+    """
+    functions = [f for f in _captured_by(function) if callable(f)]
+    if _name(function) != "and_masks" or "packed_sequence_mask_function" not in map(
+        _name, functions
+    ):
+        return function
+    return and_masks(*(_captured_function(f) if _is_of_distances(f) else f for f in functions))
+
+
+def _is_of_distances(function: Callable[..., Any]) -> bool:
+    """Whether positions within documents are asked for, by rules that rows fulfil as well."""
+    rules = {rule.partition("(")[0] for rule in _rules(function)}
+    return _name(function) == _REMAPPED and rules <= _BY_DISTANCE
+
+
+def _captured_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    (found,) = (f for f in _captured_by(function) if callable(f))
+    return found  # type: ignore[no-any-return]
 
 
 def mask_kind(function: Callable[..., Any]) -> MaskKind:
@@ -178,7 +208,7 @@ def _rules(function: Callable[..., Any]) -> set[str]:
     functions = [f for f in parts if callable(f)]
     if name == "or_masks":
         functions = [f for f in functions if not _adds_nothing(f)]
-    if name == "and_masks" or (name == "or_masks" and len(functions) == 1):
+    if name in ("and_masks", _REMAPPED) or (name == "or_masks" and len(functions) == 1):
         return set().union(*map(_rules, functions))
     numbers = [str(x) for x in parts if isinstance(x, int | float)]
     inside = numbers + sorted(map(mask_kind, functions))
