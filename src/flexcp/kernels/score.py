@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flexcp.errors import FlexCPError, quote, told
+from flexcp.kernels.captured_content import content_of
 from flexcp.kernels.captured_gradients import gradients_apart
 from flexcp.kernels.chained_lookups import joined_lookups
 from flexcp.kernels.merge import accumulation_dtype
@@ -28,8 +28,12 @@ from flexcp.kernels.score_graph import ScoreGraph, ScoreRecorder
 from flexcp.kernels.wide_sums import WideSums
 from flexcp.masks.graph import op_name
 from flexcp.masks.trace import describe
-from flexcp.packing import tensor_bytes
-from flexcp.torch_names import OpOverload, TorchDispatchMode, has_kernel_for, is_transformed
+from flexcp.torch_names import (
+    OpOverload,
+    TorchDispatchMode,
+    has_kernel_for,
+    transforms_are_on,
+)
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention score_mod of (score, b, h, q_idx, kv_idx)."""
@@ -271,9 +275,7 @@ class _Watcher(TorchDispatchMode):
         self._touched = {id(x): x for x in inputs}
         self._numbers = {id(x): i for i, x in enumerate(inputs)}
         self._recorder = ScoreRecorder(inputs)
-        # A checkpoint's hooks would be steps of the function.
-        unhooked = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
-        with torch.enable_grad(), unhooked, self:
+        with torch.enable_grad(), _unhooked(), self:
             result = function(*inputs)
         if isinstance(result, Tensor) and not self._is_of_steps(result):
             self._note(result)
@@ -355,38 +357,11 @@ class _Watcher(TorchDispatchMode):
         return torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-_contents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What captured tensors were found to hold, as of which version."""
-
-
-def content_of(x: Tensor) -> str:
-    """A captured tensor in a few words: its shape and type, and what it holds.
-
-    A tensor that is learned, or on a device that would have to be waited for, is told by its shape
-    alone. Contents are looked at once, and again if they are changed in place; of a large tensor,
-    at 65,536 places.
-
-    >>> content_of(torch.zeros(2)) == content_of(torch.ones(2))
-    False
-    """
-    told = f"{x.dtype} {tuple(x.shape)}"
-    is_plain = type(x) is Tensor and not is_transformed(x)
-    if not is_plain or x.requires_grad or x.device.type != "cpu" or torch.is_inference(x):
-        return told
-    known = _contents.get(x)
-    if known is None or known[0] != x._version:
-        flat = x.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLE)]
-        known = (x._version, hashlib.sha256(tensor_bytes(sample)).hexdigest()[:12])
-        _contents[x] = known
-    return f"{told} {known[1]}"
-
-
-_SAMPLE = 65536
+def _unhooked() -> contextlib.AbstractContextManager[object]:
+    """Without a checkpoint's hooks, which would be steps of the function; `torch.func` has none."""
+    if transforms_are_on():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _tensors(value: Any) -> list[Tensor]:
