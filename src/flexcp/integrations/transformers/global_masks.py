@@ -168,23 +168,18 @@ def _of_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Comparisons of rows are what planning is fast for.
     """
-    functions = [f for f in _captured_by(function) if callable(f)]
+    functions = _functions_in(function)
     if _name(function) != "and_masks" or "packed_sequence_mask_function" not in map(
         _name, functions
     ):
         return function
-    return and_masks(*(_captured_function(f) if _is_of_distances(f) else f for f in functions))
+    return and_masks(*(_functions_in(f)[0] if _is_of_distances(f) else f for f in functions))
 
 
 def _is_of_distances(function: Callable[..., Any]) -> bool:
     """Whether positions within documents are asked for, by rules that rows fulfil as well."""
     rules = {rule.partition("(")[0] for rule in _rules(function)}
     return _name(function) == _REMAPPED and rules <= _BY_DISTANCE
-
-
-def _captured_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    (found,) = (f for f in _captured_by(function) if callable(f))
-    return found  # type: ignore[no-any-return]
 
 
 def mask_kind(function: Callable[..., Any]) -> MaskKind:
@@ -205,7 +200,7 @@ def _rules(function: Callable[..., Any]) -> set[str]:
     name, parts = _name(function), _captured_by(function)
     if name in _OF_THE_DATA:
         return set()
-    functions = [f for f in parts if callable(f)]
+    functions = _functions_in(function)
     if name == "or_masks":
         functions = [f for f in functions if not _adds_nothing(f)]
     if name in ("and_masks", _REMAPPED) or (name == "or_masks" and len(functions) == 1):
@@ -238,13 +233,13 @@ def known_before_it_runs(function: Callable[..., Any]) -> tuple[MaskKind, bool] 
 
 def _depends_on_images(function: Callable[..., Any]) -> bool:
     """Whether some part of a mask function lets the tokens of an image see each other."""
-    parts = [f for f in _captured_by(function) if callable(f)]
+    parts = _functions_in(function)
     return _name(function) in _OF_IMAGES or any(map(_depends_on_images, parts))
 
 
 def separates_documents(function: Callable[..., Any]) -> bool:
     """Whether Transformers took jumps in the positions that the model was given for documents."""
-    parts = [f for f in _captured_by(function) if callable(f)]
+    parts = _functions_in(function)
     return _name(function) == "packed_sequence_mask_function" or any(
         map(separates_documents, parts)
     )
@@ -261,6 +256,11 @@ def _captured_by(function: Callable[..., Any]) -> list[Any]:
         value = cell.cell_contents
         values.extend(value if isinstance(value, tuple | list) else [value])
     return values
+
+
+def _functions_in(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The mask functions that a mask function was made of."""
+    return [f for f in _captured_by(function) if callable(f)]
 
 
 def require_known(kind: MaskKind, names: Mapping[MaskKind, str]) -> str:
