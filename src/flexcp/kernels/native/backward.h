@@ -30,7 +30,7 @@ void weigh_back(float* s, float* dp, const Tile& tile, const Outline& outline, i
                 g = stays ? g * factor : Vec{};
             }
             g = p * (g - mean);
-            if (PARTIAL) {
+            if (PARTIAL && !(outline.whole[r / MR] >> j / NR & 1)) {
                 const IntVec seen = tile.allowed(r, j);
                 weight = seen ? weight : Vec{};
                 g = seen ? g : Vec{};
@@ -62,14 +62,12 @@ struct QueryTile {
     }
 
     void begin(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
-        read.read(c.q, b, h, i0, c.q_len, c.head_dim, true);
-        q_finite = read.finite;
-        read.pack_across<MR>(q.get(), static_cast<float>(c.scale));
-        read.pack_along(q_rows.get());
-        read.read(c.grad_out, b, h, i0, c.q_len, c.value_dim, true);
-        g_finite = read.finite;
-        read.pack_across<MR>(g.get());
-        read.pack_along(g_rows.get());
+        read.read(c.q, b, h, i0, c.q_len, c.head_dim);
+        read.copy_rows(q.get(), static_cast<float>(c.scale));
+        q_finite = read.pack_along(q_rows.get());
+        read.read(c.grad_out, b, h, i0, c.q_len, c.value_dim);
+        read.copy_rows(g.get(), 1.0f);
+        g_finite = read.pack_along(g_rows.get());
         std::memset(dq.get(), 0, TILE * padded(c.head_dim) * sizeof(float));
         for (int r = 0; r < count; r++) {
             const float x = number(c.lse, b, h, i0 + r);
@@ -134,12 +132,11 @@ struct KeyPanels {
     bool complete() const { return across.data && along.data && values.data; }
 
     void pack(const Call& c, int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) const {
-        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim, true);
-        rows.pack_across<NR>(across.at(n));
-        rows.pack_along(along.at(n));
-        across.finite[n] = rows.finite;
+        rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
+        rows.pack_across(across.at(n));
+        across.finite[n] = rows.pack_along(along.at(n));
         rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
-        rows.pack_across<NR>(values.at(n));
+        rows.pack_across(values.at(n));
     }
 };
 

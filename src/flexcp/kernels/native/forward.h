@@ -66,12 +66,14 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
         const int end = PARTIAL ? outline.last[r0 / MR] : TILE;
         if (PARTIAL && begin == end) continue;
         const int upto = std::min(r0 + MR, count);
+        const uint32_t whole = outline.whole[r0 / MR];
         for (int r = r0; r < upto; r++) {
             float* row = s + r * TILE;
             Vec top = splat(LOWEST);
             for (int j = begin; j < end; j += WIDTH) {
                 Vec x = load(row + j);
-                if (PARTIAL) store(row + j, x = tile.allowed(r, j) ? x : splat(-INFINITY));
+                if (PARTIAL && !(whole >> j / NR & 1))
+                    store(row + j, x = tile.allowed(r, j) ? x : splat(-INFINITY));
                 top = x > top ? x : top;
             }
             rows.raise(r, largest(top));
@@ -115,7 +117,7 @@ int forward_heads(const Call& c, int64_t first, int64_t last, const Panels& keys
             const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
             const int groups = static_cast<int>(ceil_div(count, MR));
             read.read(c.q, b, h, i0, c.q_len, c.head_dim);
-            read.pack_across<MR>(queries.get(), scale);
+            read.copy_rows(queries.get(), scale);
             rows.begin(c, b, h, i0, count);
             for_tiles(c, plane + line, [&](const Tile& tile) {
                 const int64_t at = head * tiles + tile.j;
@@ -154,10 +156,9 @@ int forward(const Call& c) {
         const int64_t last = std::min(first + step, heads);
         const auto pack = [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
             rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
-            rows.pack_across<NR>(keys.at(n));
-            rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim, true);
-            rows.pack_along(values.at(n));
-            values.finite[n] = rows.finite;
+            rows.pack_across(keys.at(n));
+            rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
+            values.finite[n] = rows.pack_along(values.at(n));
         };
         if (!for_key_tiles(c, seen, first, last, pack)) return 1;
         if (forward_heads<DROPS>(c, first, last, keys, values)) return 1;

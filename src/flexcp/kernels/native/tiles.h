@@ -102,12 +102,11 @@ struct Widened {
     Buffer data;
     const float* from = nullptr;  // data, or the tensor itself if it is float32
     int64_t width = 0, stride = 0;
-    bool finite = true;  // whether none is NaN or infinite, if that was asked
 
     explicit Widened(int64_t most) : data(buffer(TILE * most)) {}
 
-    void read(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length, int64_t columns,
-              bool asks_finite = false) {
+    void read(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length,
+              int64_t columns) {
         const int64_t rows = std::min<int64_t>(TILE, length - first);
         from = data.get(), width = stride = columns;
         if (x.type == 0 && x.element == 1 && rows == TILE)
@@ -120,52 +119,47 @@ struct Widened {
         else if (x.type == 2)
             copy<_Float16>(x, b, h, first, rows);
 #endif
-        if (!asks_finite) return;
+    }
+
+    // `factor` times each row: [TILE][width].
+    void copy_rows(float* to, float factor) const {
+        for (int64_t r = 0; r < TILE; r++, to += width)
+            for (int64_t d = 0; d < width; d++) to[d] = factor * from[r * stride + d];
+    }
+
+    // As panels of NR rows: [TILE / NR][width][NR].
+    void pack_across(float* to) const {
+        const int64_t whole = width / 4 * 4;
+        for (int64_t i = 0; i < TILE; i += NR, to += width * NR) {
+            const float* rows = from + i * stride;
+            for (int64_t r = 0; r < NR; r += 4)
+                for (int64_t d = 0; d < whole; d += 4)
+                    transpose_4(rows + r * stride + d, stride, to + d * NR + r, NR);
+            for (int64_t d = whole; d < width; d++)
+                for (int64_t r = 0; r < NR; r++) to[d * NR + r] = rows[r * stride + d];
+        }
+    }
+
+    // As panels of NR columns: [padded(width) / NR][TILE][NR]; columns past the end are 0. Whether
+    // none is NaN or infinite.
+    bool pack_along(float* to) const {
         constexpr int32_t exponent = 0x7f800000;
         IntVec special = {};
-        for (int64_t r = 0; r < rows; r++) {
-            const float* row = from + r * stride;
-            int64_t d = 0;
-            for (; d + WIDTH <= width; d += WIDTH) {
-                IntVec bits;
-                std::memcpy(&bits, row + d, sizeof bits);
-                special |= (bits & exponent) == exponent;
+        for (int64_t r = 0; r < TILE; r++)
+            for (int64_t d = 0; d < width; d += NR) {
+                const float* row = from + r * stride + d;
+                float* panel = to + d * TILE + r * NR;
+                const int64_t here = std::min<int64_t>(NR, width - d);
+                if (here == NR)
+                    std::memcpy(panel, row, NR * sizeof(float));
+                else
+                    for (int64_t i = 0; i < NR; i++) panel[i] = i < here ? row[i] : 0;
+                for (int i = 0; i < NR; i += WIDTH)
+                    special |= ((IntVec)load(panel + i) & exponent) == exponent;
             }
-            for (; d < width; d++) special[0] |= std::isfinite(row[d]) ? 0 : -1;
-        }
-        finite = true;
+        bool finite = true;
         for (int i = 0; i < WIDTH; i++) finite &= !special[i];
-    }
-
-    // As panels of ACROSS rows: [TILE / ACROSS][width][ACROSS].
-    template <int ACROSS>
-    void pack_across(float* to, float factor = 1.0f) const {
-        static_assert(ACROSS % 2 == 0 && ACROSS >= 4);
-        const int64_t whole = width / 4 * 4;
-        for (int64_t i = 0; i < TILE; i += ACROSS, to += width * ACROSS) {
-            const float* rows = from + i * stride;
-            // Of 6 rows the middle ones are written twice, which is faster than one by one.
-            for (int64_t r = 0; r < ACROSS; r += r + 4 < ACROSS && r + 8 > ACROSS ? 2 : 4)
-                for (int64_t d = 0; d < whole; d += 4)
-                    transpose_4(rows + r * stride + d, stride, to + d * ACROSS + r, ACROSS, factor);
-            for (int64_t d = whole; d < width; d++)
-                for (int64_t r = 0; r < ACROSS; r++)
-                    to[d * ACROSS + r] = factor * rows[r * stride + d];
-        }
-    }
-
-    // As panels of NR columns: [padded(width) / NR][TILE][NR]; columns past the end are 0.
-    void pack_along(float* to) const {
-        for (int64_t d = 0; d < width; d += NR) {
-            const int64_t here = std::min<int64_t>(NR, width - d);
-            for (int64_t r = 0; r < TILE; r++, to += NR) {
-                if (here == NR) {
-                    std::memcpy(to, from + r * stride + d, NR * sizeof(float));
-                    continue;
-                }
-                for (int64_t i = 0; i < NR; i++) to[i] = i < here ? from[r * stride + d + i] : 0;
-            }
-        }
+        return finite;
     }
 
    private:
@@ -281,24 +275,41 @@ inline void for_tiles(const Call& c, int64_t line, Each each) {
 // Where the pairs of a tile are, by groups of MR rows and panels of NR columns: the rest of a tile
 // is not computed.
 struct Outline {
-    uint32_t panels[GROUPS];
-    int first[GROUPS], last[GROUPS];  // the columns with pairs lie in [first, last)
+    uint32_t panels[GROUPS];  // those with pairs
+    uint32_t whole[GROUPS];  // those in which every row sees every column
+    int from[GROUPS], upto[GROUPS];  // the columns with pairs lie in [from, upto)
+    int first[GROUPS], last[GROUPS];  // the same in whole vectors
 
     Outline(const Tile& tile, int groups) {
-        for (int g = 0; g < GROUPS; g++) panels[g] = g < groups ? (1u << PANELS) - 1 : 0;
-        for (int g = 0; tile.bits && g < groups; g++) {
-            uint32_t words[WORDS] = {};
-            for (int w = 0; w < WORDS; w++)
-                for (int r = 0; r < MR; r++) words[w] |= tile.bits[w * TILE + g * MR + r];
-            for (int p = 0; p < PANELS; p++) {
+        for (int g = 0; g < GROUPS; g++) {
+            panels[g] = whole[g] = g < groups ? (1u << PANELS) - 1 : 0;
+            from[g] = first[g] = 0, upto[g] = last[g] = g < groups ? TILE : 0;
+            if (tile.bits && g < groups) trace(tile.bits + g * MR, g);
+        }
+    }
+
+   private:
+    void trace(const int32_t* bits, int g) {
+        panels[g] = whole[g] = 0, from[g] = TILE, upto[g] = 0;
+        for (int w = 0; w < WORDS; w++) {
+            uint32_t any = 0, all = ~0u;
+            for (int r = 0; r < MR; r++) {
+                const uint32_t word = bits[w * TILE + r];
+                any |= word, all &= word;
+            }
+            if (!any) continue;
+            from[g] = std::min(from[g], w * 32 + __builtin_ctz(any));
+            upto[g] = w * 32 + 32 - __builtin_clz(any);
+            for (int p = 0; p < 32 / NR; p++) {
                 constexpr uint32_t low = NR == 32 ? ~0u : (1u << (NR % 32)) - 1;
-                if (!(words[p * NR / 32] >> (p * NR % 32) & low)) panels[g] &= ~(1u << p);
+                const uint32_t panel = 1u << (w * 32 / NR + p);
+                if (any >> (p * NR) & low) panels[g] |= panel;
+                if ((all >> (p * NR) & low) == low) whole[g] |= panel;
             }
         }
-        for (int g = 0; g < GROUPS; g++) {
-            first[g] = panels[g] ? __builtin_ctz(panels[g]) * NR : 0;
-            last[g] = panels[g] ? (32 - __builtin_clz(panels[g])) * NR : 0;
-        }
+        from[g] = std::min(from[g], upto[g]);
+        first[g] = from[g] / WIDTH * WIDTH;
+        last[g] = static_cast<int>(ceil_div(upto[g], WIDTH)) * WIDTH;
     }
 };
 
@@ -313,15 +324,15 @@ inline void ask_for(const float* from, int64_t floats, int which, int parts) {
         __builtin_prefetch(from + i, 0, 2);
 }
 
-// to[TILE][TILE] = a b, where the tile has pairs: a and b are packed across, `depth` wide.
+// to[TILE][TILE] = a b, where the tile has pairs: a has rows of `depth`, b is packed across.
 inline void products(const float* a, const float* b, const Outline& outline, int groups,
                      int64_t depth, float* to) {
     for (int p = 0; p < PANELS; p++)
         for (int g = 0; g < groups; g++)
             if (outline.panels[g] >> p & 1) {
                 ask_for(b + (TILE + p * NR) * depth, NR * depth, g, groups);
-                multiply<MR, 1, false>(a + g * MR * depth, b + p * NR * depth,
-                                       to + g * MR * TILE + p * NR, TILE, static_cast<int>(depth));
+                multiply<false>(a + g * MR * depth, 1, depth, b + p * NR * depth,
+                                to + g * MR * TILE + p * NR, TILE, static_cast<int>(depth));
             }
 }
 
@@ -332,10 +343,10 @@ inline void add_products(const float* weights, const float* values, const Outlin
         for (int g = 0; g < groups; g++)
             if (outline.panels[g]) {
                 ask_for(values + (width + d) * TILE, TILE * NR, g, groups);
-                multiply<1, TILE, true>(weights + g * MR * TILE + outline.first[g],
-                                        values + d * TILE + outline.first[g] * NR,
-                                        to + g * MR * width + d, width,
-                                        outline.last[g] - outline.first[g]);
+                multiply<true>(weights + g * MR * TILE + outline.from[g], 1, TILE,
+                               values + d * TILE + outline.from[g] * NR,
+                               to + g * MR * width + d, width,
+                               outline.upto[g] - outline.from[g]);
             }
 }
 
@@ -359,8 +370,8 @@ inline void add_transposed(const float* weights, const float* rows, const Outlin
                 for (int r = 0; r < MR; r++)
                     for (int i = 0; i < NR; i += CACHE_LINE)
                         __builtin_prefetch(to + (TILE + j + r) * width + d + i, 1, 2);
-                multiply<TILE, 1, true>(weights + from * TILE + j, rows + d * TILE + from * NR,
-                                        to + j * width + d, width, upto - from);
+                multiply<true>(weights + from * TILE + j, TILE, 1, rows + d * TILE + from * NR,
+                               to + j * width + d, width, upto - from);
             }
         }
 }

@@ -101,12 +101,13 @@ inline Vec exp_of(Vec x, const Limits& limits = Limits()) {
     return p * power;
 }
 
-// c[MR][NR] = a b, or with ADD c + a b. Element (r, d) of a is at a[d * STEP + r * ROW], that of b
-// at b[d * NR + r]. The sums stay in registers, and are added to c when they are complete: one term
+// c[MR][NR] = a b, or with ADD c + a b. Element (r, d) of a is at a[d * a_step + r * a_row], that of
+// b at b[d * NR + r]. The sums stay in registers, and are added to c when they are complete: one term
 // at a time would be lost beside the sum of many tiles.
-template <int STEP, int ROW, bool ADD>
-inline void multiply(const float* __restrict a, const float* __restrict b, float* __restrict c,
-                     int64_t c_row, int depth) {
+template <bool ADD>
+[[gnu::always_inline]] inline void multiply(const float* __restrict a, int64_t a_step,
+                                            int64_t a_row, const float* __restrict b,
+                                            float* __restrict c, int64_t c_row, int depth) {
     Vec sums[MR][2];
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) sums[r][0] = sums[r][1] = Vec{};
@@ -114,11 +115,11 @@ inline void multiply(const float* __restrict a, const float* __restrict b, float
         const Vec b0 = load(b), b1 = load(b + WIDTH);
 #pragma GCC unroll 16
         for (int r = 0; r < MR; r++) {
-            const Vec x = splat(a[r * ROW]);
+            const Vec x = splat(a[r * a_row]);
             sums[r][0] += x * b0;
             sums[r][1] += x * b1;
         }
-        a += STEP;
+        a += a_step;
         b += NR;
     }
 #pragma GCC unroll 16
@@ -129,14 +130,10 @@ inline void multiply(const float* __restrict a, const float* __restrict b, float
     }
 }
 
-// to[d][r] = factor * from[r][d], of 4 x 4 numbers.
-inline void transpose_4(const float* from, int64_t from_row, float* to, int64_t to_row,
-                        float factor) {
+// to[d][r] = from[r][d], of 4 x 4 numbers.
+inline void transpose_4(const float* from, int64_t from_row, float* to, int64_t to_row) {
     Four x[4];
-    for (int r = 0; r < 4; r++) {
-        std::memcpy(&x[r], from + r * from_row, sizeof x[r]);
-        x[r] *= factor;
-    }
+    for (int r = 0; r < 4; r++) std::memcpy(&x[r], from + r * from_row, sizeof x[r]);
     const Four low0 = FLEXCP_SHUFFLE(x[0], x[1], 0, 4, 1, 5);
     const Four high0 = FLEXCP_SHUFFLE(x[0], x[1], 2, 6, 3, 7);
     const Four low1 = FLEXCP_SHUFFLE(x[2], x[3], 0, 4, 1, 5);
