@@ -91,7 +91,7 @@ inline void add(bool transposed, bool finite, const Tile& tile, const Outline& o
     else if (transposed)
         add_transposed(weights, values, outline, groups, width, to);
     else
-        add_products(weights, values, outline, groups, width, to);
+        add_products(weights, values, outline, groups, width, to, Added{});
 }
 
 // One tile's part of the gradients of a key head, whose sums are `dk` and `dv`.

@@ -7,9 +7,12 @@ namespace {
 
 constexpr float LOWEST = -3.402823466e38f;  // no score is below it: a row that has seen nothing
 
+// Places for a number of each row of a group, in whole vectors.
+constexpr int PLACES = (MR + WIDTH - 1) / WIDTH * WIDTH;
+
 // The state of a query tile's rows.
 struct Softmax {
-    float highest[TILE], sum[TILE];
+    float highest[TILE + PLACES] = {}, sum[TILE], shrink[TILE + PLACES] = {};
     int64_t width;
     Buffer out;  // [TILE][width], to be divided by `sum`
 
@@ -18,7 +21,7 @@ struct Softmax {
     void begin(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
         std::memset(out.get(), 0, TILE * width * sizeof(float));
         for (int r = 0; r < TILE; r++) {
-            highest[r] = LOWEST, sum[r] = 0;
+            highest[r] = LOWEST, sum[r] = 0, shrink[r] = 1;
             const float lse = c.has_former && r < count ? number(c.lse, b, h, i0 + r) : -INFINITY;
             if (lse == -INFINITY) continue;
             highest[r] = lse, sum[r] = 1;
@@ -40,18 +43,24 @@ struct Softmax {
         }
     }
 
-    // Takes in the scores of a row: its former result is made smaller if they are higher.
-    void raise(int r, float score) {
-        if (!(score > highest[r])) return;
-        if (highest[r] <= LOWEST) {
-            highest[r] = score;
-            return;
+    // Takes in the highest scores of a group's rows: where they are higher than all before, what was
+    // summed up is to be made smaller. Rows past the group are given LOWEST, and stay.
+    void raise(int r0, const float* tops, const Limits& limits) {
+        for (int i = 0; i < MR; i += WIDTH) {
+            const Vec before = load_anywhere(highest + r0 + i), top = load(tops + i);
+            const IntVec higher = top > before;
+            store_anywhere(highest + r0 + i, higher ? top : before);
+            store_anywhere(shrink + r0 + i, higher ? exp_of(before - top, limits) : splat(1.0f));
         }
-        const float shrink = std::exp(highest[r] - score);
-        sum[r] *= shrink;
-        highest[r] = score;
-        float* row = out.get() + r * width;
-        for (int64_t d = 0; d < width; d += WIDTH) store(row + d, load(row + d) * shrink);
+    }
+
+    // Makes the sums of values as much smaller, where no product does.
+    void shrink_out(const Outline& outline, int count) {
+        for (int r = 0; r < count; r++) {
+            float* row = out.get() + r * width;
+            if (!outline.panels[r / MR]) continue;
+            for (int64_t d = 0; d < width; d += WIDTH) store(row + d, load(row + d) * shrink[r]);
+        }
     }
 };
 
@@ -67,6 +76,8 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
         if (PARTIAL && begin == end) continue;
         const int upto = std::min(r0 + MR, count);
         const uint32_t whole = outline.whole[r0 / MR];
+        alignas(sizeof(Vec)) float tops[PLACES];
+        for (float& top : tops) top = LOWEST;
         for (int r = r0; r < upto; r++) {
             float* row = s + r * TILE;
             Vec top = splat(LOWEST);
@@ -76,8 +87,9 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
                     store(row + j, x = tile.allowed(r, j) ? x : splat(-INFINITY));
                 top = x > top ? x : top;
             }
-            rows.raise(r, largest(top));
+            tops[r - r0] = largest(top);
         }
+        rows.raise(r0, tops, limits);
         for (int r = r0; r < upto; r++) {
             float* row = s + r * TILE;
             // A row that has seen nothing has no highest score to subtract.
@@ -89,7 +101,7 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
                 if (DROPS) p = kept->of(r, j) ? p * factor : Vec{};
                 store(row + j, p);
             }
-            rows.sum[r] += total(sum);
+            rows.sum[r] = rows.sum[r] * rows.shrink[r] + total(sum);
         }
     }
 }
@@ -127,12 +139,14 @@ int forward_heads(const Call& c, int64_t first, int64_t last, const Panels& keys
                 const Kept kept(c, b, h, i0, tile.j * TILE);
                 const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
                 weighed(s.get(), rows, tile, outline, count, &kept, factor);
-                if (tile.bits && !values.finite[at])
+                if (tile.bits && !values.finite[at]) {
+                    rows.shrink_out(outline, count);
                     add_pairs(tile, s.get(), values.at(at), count, false, rows.width,
                               rows.out.get());
-                else
+                } else {
                     add_products(s.get(), values.at(at), outline, groups, rows.width,
-                                 rows.out.get());
+                                 rows.out.get(), AddedToPart{rows.shrink});
+                }
             });
             rows.end(c, b, h, i0, count);
         }

@@ -331,22 +331,22 @@ inline void products(const float* a, const float* b, const Outline& outline, int
         for (int g = 0; g < groups; g++)
             if (outline.panels[g] >> p & 1) {
                 ask_for(b + (TILE + p * NR) * depth, NR * depth, g, groups);
-                multiply<false>(a + g * MR * depth, 1, depth, b + p * NR * depth,
-                                to + g * MR * TILE + p * NR, TILE, static_cast<int>(depth));
+                multiply(a + g * MR * depth, 1, depth, b + p * NR * depth,
+                         to + g * MR * TILE + p * NR, TILE, static_cast<int>(depth), Replaced{});
             }
 }
 
-// to[TILE][width] += weights values: values are packed along.
+// to[TILE][width] += weights values, or to a part of what was there: values are packed along.
+template <typename Written>
 inline void add_products(const float* weights, const float* values, const Outline& outline,
-                         int groups, int64_t width, float* to) {
+                         int groups, int64_t width, float* to, const Written& written) {
     for (int64_t d = 0; d < width; d += NR)
         for (int g = 0; g < groups; g++)
             if (outline.panels[g]) {
                 ask_for(values + (width + d) * TILE, TILE * NR, g, groups);
-                multiply<true>(weights + g * MR * TILE + outline.from[g], 1, TILE,
-                               values + d * TILE + outline.from[g] * NR,
-                               to + g * MR * width + d, width,
-                               outline.upto[g] - outline.from[g]);
+                multiply(weights + g * MR * TILE + outline.from[g], 1, TILE,
+                         values + d * TILE + outline.from[g] * NR, to + g * MR * width + d, width,
+                         outline.upto[g] - outline.from[g], written.from(g * MR));
             }
 }
 
@@ -370,8 +370,8 @@ inline void add_transposed(const float* weights, const float* rows, const Outlin
                 for (int r = 0; r < MR; r++)
                     for (int i = 0; i < NR; i += CACHE_LINE)
                         __builtin_prefetch(to + (TILE + j + r) * width + d + i, 1, 2);
-                multiply<true>(weights + from * TILE + j, TILE, 1, rows + d * TILE + from * NR,
-                               to + j * width + d, width, upto - from);
+                multiply(weights + from * TILE + j, TILE, 1, rows + d * TILE + from * NR,
+                         to + j * width + d, width, upto - from, Added{});
             }
         }
 }

@@ -29,6 +29,12 @@ inline Vec splat(float x) { return x - Vec{}; }
 inline IntVec splat(int32_t x) { return x - IntVec{}; }
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
+inline Vec load_anywhere(const float* p) {
+    Vec found;
+    std::memcpy(&found, p, sizeof found);
+    return found;
+}
+inline void store_anywhere(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 
 // Each bit of a word, as a vector takes those of its columns.
 struct Bits {
@@ -101,13 +107,29 @@ inline Vec exp_of(Vec x, const Limits& limits = Limits()) {
     return p * power;
 }
 
-// c[MR][NR] = a b, or with ADD c + a b. Element (r, d) of a is at a[d * a_step + r * a_row], that of
-// b at b[d * NR + r]. The sums stay in registers, and are added to c when they are complete: one term
-// at a time would be lost beside the sum of many tiles.
-template <bool ADD>
+// How a product is written: in place of what was there, added to it, or added to a part of it.
+struct Replaced {
+    Vec operator()(int, Vec, Vec product) const { return product; }
+};
+struct Added {
+    Added from(int) const { return {}; }
+    Vec operator()(int, Vec former, Vec product) const { return former + product; }
+};
+struct AddedToPart {
+    const float* parts;  // by row
+
+    AddedToPart from(int row) const { return {parts + row}; }
+    Vec operator()(int row, Vec former, Vec product) const { return former * parts[row] + product; }
+};
+
+// c[MR][NR] becomes `written` of itself and a b. Element (r, d) of a is at a[d * a_step + r * a_row],
+// that of b at b[d * NR + r]. The sums stay in registers, and are added to c when they are complete:
+// one term at a time would be lost beside the sum of many tiles.
+template <typename Written>
 [[gnu::always_inline]] inline void multiply(const float* __restrict a, int64_t a_step,
                                             int64_t a_row, const float* __restrict b,
-                                            float* __restrict c, int64_t c_row, int depth) {
+                                            float* __restrict c, int64_t c_row, int depth,
+                                            const Written& written) {
     Vec sums[MR][2];
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) sums[r][0] = sums[r][1] = Vec{};
@@ -125,8 +147,8 @@ template <bool ADD>
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) {
         float* to = c + r * c_row;
-        store(to, ADD ? load(to) + sums[r][0] : sums[r][0]);
-        store(to + WIDTH, ADD ? load(to + WIDTH) + sums[r][1] : sums[r][1]);
+        store(to, written(r, load(to), sums[r][0]));
+        store(to + WIDTH, written(r, load(to + WIDTH), sums[r][1]));
     }
 }
 
