@@ -77,16 +77,21 @@ def _add_shared_by_groups(problem: Problem, loads: LayoutLoads, found: list[Cand
     """Groups of ranks that share heads, each with as much attention and tokens as the others.
 
     A group has room for documents that are too long for a rank: less crosses between groups than
-    if single ranks were balanced. What looks best on their layout comes first; others follow as
-    long as that gains.
+    if single ranks were balanced. What groups would exchange of the ranks' own layout tells within
+    1 % or so what a layout of theirs will cost, unless ranks make up for attention by tokens: the
+    cheapest come first, as long as that gains.
     """
     if problem.ranks.size <= problem.machine.ranks_per_node and _is_near_bound(found):
         return  # nor do nodes exchange anything
     sizes = [n for n in _group_sizes(problem) if n < problem.ranks.size]
     least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in sizes}
     sizes = [n for n in sizes if _may_be_chosen(problem, least[n], n, found)]
-    for group_size in sorted(sizes, key=lambda n: _least_price(problem, loads, n, rows=True)):
+    likely = {n: _least_price(problem, loads, n, rows=True) for n in sizes}
+    told = not problem.flops_per_token
+    for group_size in sorted(sizes, key=lambda n: likely[n]):
         best = min(c.price for c in found)
+        if told and likely[group_size] > _TUNED.even * best:
+            return
         if _may_be_chosen(problem, least[group_size], group_size, found):
             groups = named_layout("balanced", problem, problem.ranks.size // group_size, group_size)
             layout = split_groups(groups, group_size)

@@ -74,6 +74,7 @@ class Deal:
         self.mean = max(documents.total / len(parts), 1e-9)
         self.shares = [Share(rank) for rank in range(len(parts))]
         self.moved: dict[int, int] = {}  # rows of each document that ranks need of others
+        self.needs = 0  # rows that all ranks receive
         self.sharers: dict[int, list[Share]] = {}
         for share, pieces in zip(self.shares, parts, strict=True):
             self._change(share, (), tuple(pieces))
@@ -101,19 +102,20 @@ class Deal:
 
     def price(self) -> float:
         """The price of the whole."""
-        moved = sum(s.needs for s in self.shares) / len(self.shares)
-        objective = self.objective
-        return max(s.cost for s in self.shares) + objective.moved * objective.pairs_per_row * moved
+        return max([s.cost for s in self.shares]) + self._of_rows()
 
     def least_price(self) -> float:
         """The price, if what ranks have too much were gone and nothing moved for it."""
         even = self.objective.level * self.mean
-        level = max(s.cost - max(0.0, s.area - even) for s in self.shares)
-        return self.price() - max(s.cost for s in self.shares) + level
+        level = [s.cost - s.area + even if s.area > even else s.cost for s in self.shares]
+        return max(level) + self._of_rows()
+
+    def _of_rows(self) -> float:
+        return self.objective.moved * self.objective.pairs_per_row * self.needs / len(self.shares)
 
     def imbalance(self) -> float:
         """Largest over mean work."""
-        return max(s.area for s in self.shares) / self.mean
+        return max([s.area for s in self.shares]) / self.mean
 
     def swap(self, giver: Share, taker: Share, given: Pieces, back: Pieces) -> None:
         """One rank gives some pieces to another, and takes others back."""
@@ -168,16 +170,13 @@ class Deal:
                     pieces.append(whole)
                     spans.append(span)
                     lines.append((self.pairs(whole), span[2], -needs(span), needs(span)))
-            rows, (first, last) = self.documents.rows, (x.numpy() for x in self.documents.work.hull)
-            start, stop = np.array([p[1:] for _, p in share.by_area], np.int64).reshape(-1, 2).T
-            long = start[stop > start + 1]
-            cut = (last[long] - first[long + 1]).min(initial=self.documents.work.seq_len) - 1
-            pairs, light = rows[start + 1] - rows[start], (0, (0, 0, 0))
-            if pairs.size:
-                k = int(np.lexsort((start, pairs))[0])
-                light = int(pairs[k]), share.by_area[k][1]
+            before, (first, last) = self.documents.before, self.documents.hull
+            cuts = [last[a] - first[a + 1] for _, (_, a, b) in share.by_area if b > a + 1]
+            light = [(before[p[1] + 1] - before[p[1]], p[1], p) for _, p in share.by_area]
+            cut = min(cuts, default=self.documents.work.seq_len) - 1
+            pairs, _, piece = min(light, default=(0, 0, (0, 0, 0)))
             table = np.array(lines, dtype=np.float64).T
-            share.units = Units(pieces, table, spans, of, int(cut), light)
+            share.units = Units(pieces, table, spans, of, cut, (pairs, piece))
         return share.units
 
     def pairs(self, pieces: Sequence[Piece]) -> int:
@@ -249,6 +248,7 @@ class Deal:
                 by_area += [(before[b] - before[a], (document, a, b)) for a, b in new]
             if rows:
                 share.needs += rows
+                self.needs += rows
                 self.moved[document] = self.moved.get(document, 0) + rows
         by_area.sort()
         share.units, share.by_area, share.count = None, by_area, len(by_area)

@@ -145,9 +145,8 @@ def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
             break
     limits = max(enough, best.imbalance()), objective.even * best.price()
     near = [d for d in tried if d.imbalance() <= limits[0] and d.price() <= limits[1]]
-    moved = [sum(s.needs for s in d.shares) for d in near]
-    much = (1 + objective.small) * min(moved)
-    return min((d for d, rows in zip(near, moved, strict=True) if rows <= much), key=Deal.price)
+    much = (1 + objective.small) * min(d.needs for d in near)
+    return min((d for d in near if d.needs <= much), key=Deal.price)
 
 
 def _bounds(work: Work, ranks: int, dense: int, objective: Objective) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def improve(deal: Deal, most: float = math.inf) -> None:
             known = trade and (turn.giver.rank, trade.taker.rank, trade.given, trade.back)
             if trade and known and known not in made:
                 made.add(known)
-                price = deal.price()
+                price = math.inf if turn.uneven else deal.price()
                 deal.swap(turn.giver, trade.taker, trade.given, trade.back)
                 if turn.uneven or deal.price() < price:
                     both = (turn.giver.rank, trade.taker.rank)
@@ -105,7 +105,8 @@ class _Turn:
         if self.is_good:
             return None
         giver, others, tries = self.giver, self.others, self.objective.tries
-        sharing = [s for s in others[tries:] if not giver.runs.keys().isdisjoint(s.runs)]
+        sharers = {s.rank for document in giver.runs for s in self.deal.sharers[document]}
+        sharing = [s for s in others[tries:] if s.rank in sharers]
         few = {s.rank: s for s in (*others[: 2 * tries], *sharing[: 2 * tries])}
         found = self._best(self._promising([*few.values()] if self.uneven else others), None)
         if not self.uneven:
@@ -226,10 +227,7 @@ class _Turn:
                 while least < most:
                     k = (least + most + 1) // 2
                     gain = before[stop] - before[stop - k] - before[light[1] + k] + before[light[1]]
-                    if gain <= wish:
-                        least = k
-                    else:
-                        most = k - 1
+                    least, most = (k, most) if gain <= wish else (least, k - 1)
                 if least:
                     end = (light[0], light[1], light[1] + least)
                     yield math.inf, taker, ((document, stop - least, stop),), (end,)
