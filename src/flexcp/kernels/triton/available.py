@@ -17,8 +17,9 @@ import torch
 
 from flexcp.errors import FlexCPError
 
-TESTED_VERSIONS = ("3.9",)
-"""Versions (major.minor) for which there is a tuning table, checked by compiling for each arch."""
+TESTED_VERSIONS = ("3.7", "3.8", "3.9")
+"""Versions (major.minor) that the kernels were run with in the interpreter and compiled with for
+each architecture: torch 2.13 for CUDA brings 3.7, torch 2.15 brings 3.9."""
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,8 +40,8 @@ def triton_version() -> str | None:
 def is_tested(version: str) -> bool:
     """Whether the kernels were tested with a version of Triton.
 
-    >>> is_tested("3.9.0"), is_tested("3.10.1")
-    (True, False)
+    >>> is_tested("3.7.1"), is_tested("3.9.0"), is_tested("3.10.1")
+    (True, True, False)
     """
     return ".".join(version.split(".")[:2]) in TESTED_VERSIONS
 
@@ -56,7 +57,7 @@ def require_triton(*, any_version: bool = False) -> None:
         )
     if not any_version and not is_tested(version):
         raise FlexCPError(
-            f"Triton {' or '.join(TESTED_VERSIONS)}, for which the kernels are tuned and tested",
+            f"Triton {TESTED_VERSIONS[0]} to {newest}, with which the kernels were tested",
             f"Triton {version}",
             f"pip install 'triton~={newest}.0', leave the kernel out, or name the tiles of every "
             "kernel yourself: 'triton: forward=64x32 w4 s2, dq=64x32 w4 s2, dkdv=32x32 w4 s2'",

@@ -129,7 +129,7 @@ gfx942 single 128 32x32 w4 s1       | 32x32 w4 s1     | 32x32 w4 s1
 gfx942 single 256 32x16 w4 s1       | 16x16 w4 s1     | 16x16 w4 s1
 """)
 )
-"""By architecture, type ("half" or "single") and largest head dim; for Triton 3.9."""
+"""By architecture, type ("half" or "single") and largest head dim; made for Triton 3.9."""
 
 LESS_SHARED = ("sm_86", "sm_89", "sm_120", "sm_121")
 """Architectures with the matrix instructions of sm_80, and 99 KB of shared memory for a program."""
