@@ -243,3 +243,33 @@ def test_entries_that_a_score_function_changes_in_place_count_as_changed(double,
     expected = results(whole_attention, lambda x: x * 2)
     for got, want in zip(results(attend, double), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["constant", "learned"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_captured_must_not_change_between_the_passes(ranks, learned):
+    """Scores are computed again: gradients would be those of another function."""
+
+    def changed_after_forward(mesh=None):
+        slopes = LEARNED["factor of a head"].clone()
+        full = leaves(FULL)
+        scaled = (slopes * 1).requires_grad_() if learned else slopes
+
+        def mod(score, b, h, q, kv):
+            return score + scaled[h] * (q - kv)
+
+        if mesh is None:
+            out = flexcp.flex_attention(*full, mod, masks.causal(), enable_gqa=True)
+        else:
+            sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "batch": BATCH}
+            plan = flexcp.make_plan(masks.causal(), LENGTH, mesh, **sizes)
+            out = flexcp.attention(*(plan.shard(x, 2) for x in full), plan, score_mod=mod)
+        with torch.no_grad():
+            scaled.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    if ranks == 1:
+        changed_after_forward()
+    else:
+        testing.simulate(changed_after_forward, ranks)

@@ -73,6 +73,13 @@ class ScoreMod:
     """The number, to the function, of the first query head that a kernel gets."""
 
     @cached_property
+    def constants(self) -> tuple[Tensor, ...]:
+        """Tensors that it reads and that need no gradient, as far as its steps are known."""
+        nodes = () if self.graph is None else self.graph.nodes
+        read = {id(n.value): n.value for n in nodes if n.value is not None and n.op is None}
+        return tuple(x for x in read.values() if not x.requires_grad)
+
+    @cached_property
     def chain(self) -> ScoreChain | None:
         """How the forward pass does it in place; None if the function has to be called."""
         return None if self.graph is None or self.changes_score else chain_of(self.graph)

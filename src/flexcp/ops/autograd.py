@@ -22,7 +22,8 @@ def differentiable(
         # No node: calls of a reentrant checkpoint are known by the number of the next one.
         return Attention.forward(op, q, k, v, sinks)
     function = Attention if transformed else _EagerAttention
-    found: tuple[Tensor, ...] = function.apply(op, q, k, v, sinks, *op.captured)  # type: ignore[no-untyped-call]
+    captured = () if op.score_mod is None else op.score_mod.captured
+    found: tuple[Tensor, ...] = function.apply(op, q, k, v, sinks, *captured)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -47,7 +48,10 @@ class Attention(torch.autograd.Function):
             ctx.mark_non_differentiable(*output[2:])
         given = () if op.replaces_inputs else (q, k, v)
         # Captured tensors are kept for torch to notice if they are changed in place.
-        ctx.save_for_backward(*output, *given, *((sinks,) if ctx.has_sinks else ()), *captured)
+        mod = None if transforms_are_on() else op.score_mod
+        constants = () if mod is None else mod.constants
+        own = (sinks,) if ctx.has_sinks else ()
+        ctx.save_for_backward(*output, *given, *own, *captured, *constants)
 
     @staticmethod
     def backward(

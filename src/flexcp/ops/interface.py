@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flexcp.kernels.score import ScoreMod
+
 
 @dataclass(frozen=True, eq=False)
 class Saved:
@@ -73,8 +75,8 @@ class AttentionOp(Protocol):
         ...
 
     @property
-    def captured(self) -> tuple[Tensor, ...]:
-        """Tensors that the score function captures, which get gradients."""
+    def score_mod(self) -> ScoreMod | None:
+        """What is done to scores, and which tensors that takes."""
         ...
 
     @property

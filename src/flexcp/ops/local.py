@@ -42,11 +42,6 @@ class LocalAttention:
     name = "attention"
     replaces_inputs = False
 
-    @property
-    def captured(self) -> tuple[Tensor, ...]:
-        """Tensors that the score function captures, which get gradients."""
-        return () if self.score_mod is None else self.score_mod.captured
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
         """The result over all keys, sinks included."""
         with torch.autocast(q.device.type, enabled=False):

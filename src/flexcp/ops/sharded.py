@@ -180,10 +180,9 @@ class ShardedCall:
     name = "attention over a plan"
 
     @property
-    def captured(self) -> tuple[Tensor, ...]:
-        """Tensors that the score function captures, which get gradients."""
-        mod = self.op.kernel.score_mods[0]
-        return () if mod is None else mod.captured
+    def score_mod(self) -> ScoreMod | None:
+        """What is done to scores, and which tensors that takes."""
+        return self.op.kernel.score_mods[0]
 
     @property
     def replaces_inputs(self) -> bool:
