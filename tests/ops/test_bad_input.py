@@ -35,7 +35,7 @@ Q = torch.zeros(2, 4, 8, 16)
         ),
         (
             {"block_mask": flexcp.build_block_grid(masks.causal(), 8, batch=3)},
-            r"a block_mask for batch=2, as the query, or batch=1, got batch=3",
+            r"a block_mask for batch=2, or batch=1, got batch=3",
         ),
         ({"block_mask": 3}, r"block_mask to be a torch BlockMask.*got int"),
         (

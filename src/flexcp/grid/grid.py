@@ -19,7 +19,7 @@ from flexcp.grid.analysis.descent import Effort
 from flexcp.grid.picture import as_text, coverage
 from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
-from flexcp.masks import Mask
+from flexcp.masks import Mask, trace_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -89,6 +89,26 @@ class BlockGrid:
         249
         """
         return self.planes.nbytes + sum(runs.nbytes for runs in self.runs) + self.derived.nbytes
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Which of "b" and "h" its mask depends on: one plane is not all planes then."""
+        try:
+            return trace_mask(self.mask.mask_mod).reads & {"b", "h"}
+        except FlexCPError:  # of a sliced BlockMask, which must not be evaluated
+            return frozenset()
+
+    def require_planes(self, batch: int, heads: int) -> None:
+        """Raises unless what it says holds for so many batch elements and heads."""
+        sizes = (("batch", "b", self.batch, batch), ("heads", "h", self.heads, heads))
+        for name, index, have, want in sizes:
+            if have not in (1, want) or (have != want and index in self.reads):
+                why = f", since its mask reads {index}" if have == 1 else f", or {name}=1"
+                raise FlexCPError(
+                    f"a block_mask for {name}={want}{why}",
+                    f"{name}={have}",
+                    f"build it with {name}={want}",
+                )
 
     @property
     def batch(self) -> int:

@@ -73,6 +73,33 @@ def from_block_mask(block_mask: BlockMask) -> BlockGrid:
     return BlockGrid(q_len, kv_len, size, planes, runs, mask)
 
 
+class SpreadGrids:
+    """The grids that `spread` has made of one, by batch elements and heads."""
+
+    def __init__(self) -> None:
+        self.grids: dict[tuple[int, int], BlockGrid] = {}
+
+
+def spread(grid: BlockGrid, batch: int, heads: int) -> BlockGrid:
+    """The grid of a BlockMask whose lists hold for all batch elements or heads, for each of them.
+
+    So many there are; where the mask_mod depends on them, it decides for each in partial tiles.
+    """
+    size = (
+        batch if grid.batch == 1 and "b" in grid.reads else grid.batch,
+        heads if grid.heads == 1 and "h" in grid.reads else grid.heads,
+    )
+    if size == (grid.batch, grid.heads):
+        return grid
+    kept = grid.derived.once(SpreadGrids, SpreadGrids).grids
+    if size not in kept:
+        every = torch.arange(size[0] * size[1])
+        planes = Planes(every // size[1], every % size[1], every.view(size))
+        runs = tuple(grid.runs[plane] for plane in grid.planes.of.expand(size).flatten().tolist())
+        kept[size] = BlockGrid(grid.q_len, grid.kv_len, grid.block_size, planes, runs, grid.mask)
+    return kept[size]
+
+
 def _planes(kinds: Tensor, mask: Mask) -> Planes:
     """Batch elements and heads with the same lists share a plane, if the mask can't differ."""
     batch, heads = kinds.shape[:2]

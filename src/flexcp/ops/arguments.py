@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flexcp.errors import FlexCPError, as_number, as_whole, check_flags, quote, require, told
+from flexcp.grid import BlockGrid
 from flexcp.torch_names import function_mode_is_on
 
 P = ParamSpec("P")
@@ -213,23 +214,15 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         raise FlexCPError(f"sinks on the query's device {q.device}", f"{sinks.device}", "move them")
 
 
-def check_mask_size(
-    q: Tensor, k: Tensor, *, q_len: int, kv_len: int, batch: int, heads: int
-) -> None:
+def check_mask_size(q: Tensor, k: Tensor, grid: BlockGrid) -> None:
     """Raises unless a block mask was made for tensors like these."""
-    if (q_len, kv_len) != (q.shape[2], k.shape[2]):
+    if (grid.q_len, grid.kv_len) != (q.shape[2], k.shape[2]):
         raise FlexCPError(
             f"a block_mask for q_len={q.shape[2]} and kv_len={k.shape[2]}, as the tensors are",
-            f"one made for q_len={q_len} and kv_len={kv_len}",
+            f"one made for q_len={grid.q_len} and kv_len={grid.kv_len}",
             "build it for these lengths; it is not cropped or padded",
         )
-    for name, have, want in (("batch", batch, q.shape[0]), ("heads", heads, q.shape[1])):
-        if have not in (1, want):
-            raise FlexCPError(
-                f"a block_mask for {name}={want}, as the query, or {name}=1",
-                f"{name}={have}",
-                f"build it with {name}={want}",
-            )
+    grid.require_planes(*q.shape[:2])
 
 
 def as_dropout_p(p: float) -> float:

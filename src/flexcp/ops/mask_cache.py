@@ -16,6 +16,7 @@ from flexcp.eager import outside_of_fake_tensors, outside_of_transforms, tensors
 from flexcp.errors import FlexCPError
 from flexcp.grid import BlockGrid, build_block_grid
 from flexcp.grid.memo import grid_of_mask
+from flexcp.grid.torch_block_mask import spread
 from flexcp.kernels.compiled_shapes import CompiledShapes, compiled_shapes_of
 from flexcp.kernels.interface import full_shapes
 from flexcp.masks import Mask
@@ -66,6 +67,8 @@ def _as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
         grid = block_mask
     elif isinstance(block_mask, BlockMask):
         grid = _grid_of_block_mask(block_mask)
+        if (grid.batch, grid.heads) != query.shape[:2]:
+            grid = spread(grid, *query.shape[:2])
     elif callable(block_mask):
         # Nobody can tell what a plain function reads now, so that nothing of it is kept.
         batch, heads, q_len = query.shape[:3]
@@ -76,9 +79,7 @@ def _as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
             f"{type(block_mask).__name__}",
             "take one from flexcp.masks, or make one with flexcp.build_block_grid",
         )
-    check_mask_size(
-        query, key, q_len=grid.q_len, kv_len=grid.kv_len, batch=grid.batch, heads=grid.heads
-    )
+    check_mask_size(query, key, grid)
     return grid
 
 

@@ -385,9 +385,10 @@ def _check_rows(q: Tensor, k: Tensor, plan: Plan, rank: int) -> None:
         )
     for name, grid in plan.grids.items():
         of = grid.planes.of
-        matters = (bool((of != of[:1]).any()), bool((of != of[:, :1]).any()))
-        for dim, what in enumerate(("batch elements", "query heads")):
-            if matters[dim] and of.shape[dim] != q.shape[dim]:
+        for dim, (what, index) in enumerate((("batch elements", "b"), ("query heads", "h"))):
+            if of.shape[dim] == q.shape[dim]:
+                continue
+            if index in grid.reads or bool((of != of.narrow(dim, 0, 1)).any()):
                 raise FlexCPError(
                     f"{of.shape[dim]} {what}, between which the mask {name!r} differs",
                     f"{q.shape[dim]}",

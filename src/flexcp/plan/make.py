@@ -202,12 +202,7 @@ def _grid(mask: Any, seq_len: int, block_size: int, shape: AttentionShape) -> Bl
                 f"one of {mask.q_len} x {mask.kv_len} tokens",
                 "build it for the sequence length that is planned for",
             )
-        if any(g not in (1, w) for g, w in zip(got[2:], wanted[2:], strict=True)):
-            raise FlexCPError(
-                f"a block grid for batch {shape.batch} and {shape.num_heads} heads",
-                f"one for batch {mask.batch} and {mask.heads} heads",
-                "pass batch and num_heads as the grid has them",
-            )
+        mask.require_planes(*wanted[2:])
         return mask if got == wanted else _expanded(mask, shape)
     mask = as_mask(mask)
     _require_length(mask, seq_len)
