@@ -261,6 +261,8 @@ _LATER = {
         name: f"{_FLEX}.{name}"
         for name in (
             "_DEFAULT_SPARSE_BLOCK_SIZE",
+            "_WARNINGS_SHOWN",
+            "_apply_kernel_options",
             "_convert_block_mask_to_mask",
             "_convert_mask_to_block_mask",
             "_create_empty_block_mask",
@@ -271,6 +273,7 @@ _LATER = {
             "_round_up_to_multiple",
             "_score_mod_signature",
             "_vmap_for_bhqkv",
+            "flex_attention_hop",
         )
     },
 }

@@ -232,3 +232,11 @@ def test_a_block_mask_that_is_changed_after_a_call_is_planned_again() -> None:
     if mask.full_kv_num_blocks is not None:
         mask.full_kv_num_blocks.zero_()
     _check(mask, torch.zeros(128, 128).bool(), q_len=128)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_and_values_of_eight_bits_are_read_in_the_querys_type(compiled: bool) -> None:
+    low = Q.to(torch.float8_e4m3fn)
+    attend = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    found = (attend if compiled else flex_attention)(Q, low, low)
+    assert_close(found, torchs(Q, low, low))

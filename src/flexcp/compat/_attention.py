@@ -160,7 +160,10 @@ def _check_types(
     """Raises where torch would fail on the first attribute that it looks for."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         require(name, x, Tensor, "pass a torch.Tensor")
-        if isinstance(x, Tensor) and x.dtype not in FLOATS:
+        # Keys and values of 8 bits are computed with in the query's type.
+        if isinstance(x, Tensor) and not (
+            x.dtype in FLOATS or (name != "query" and x.dtype.is_floating_point)
+        ):
             raise FlexCPError(
                 f"{name} of a floating-point dtype", f"{x.dtype}", "convert it: .to(torch.float32)"
             )

@@ -32,6 +32,8 @@ from flexcp.masks import Mask, MaskMod
 from flexcp.ops.mask_cache import BLOCK_MASK_FIELDS, in_graph
 from flexcp.torch_names import (
     _DEFAULT_SPARSE_BLOCK_SIZE,
+    _WARNINGS_SHOWN,
+    _apply_kernel_options,
     _convert_block_mask_to_mask,
     _convert_mask_to_block_mask,
     _create_empty_block_mask,
@@ -43,14 +45,17 @@ from flexcp.torch_names import (
     _score_mod_signature,
     _vmap_for_bhqkv,
     dq_write_order,
+    flex_attention_hop,
 )
 
 __all__ = [
     "_DEFAULT_SPARSE_BLOCK_SIZE",
+    "_WARNINGS_SHOWN",
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
     "FlexKernelOptions",
+    "_apply_kernel_options",
     "_convert_block_mask_to_mask",
     "_convert_mask_to_block_mask",
     "_create_empty_block_mask",
@@ -65,6 +70,7 @@ __all__ = [
     "create_block_mask",
     "create_mask",
     "flex_attention",
+    "flex_attention_hop",
     "noop_mask",
     "or_masks",
 ]
