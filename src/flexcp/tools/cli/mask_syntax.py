@@ -77,6 +77,7 @@ Node = NamedMask | Combined | Negated
 
 _ATOM = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s&|~()\[\],='\"]+")
 _BETWEEN_OPERANDS = re.compile(r"(?<=[_'\")\]]) +(?=[_'\"])")
+_WITHOUT_VALUE = re.compile(r"_+ *= *(?=[,)])")
 _BEGINS_OF_OPERANDS = ("_", "'", '"', "(", "[", "~")
 _ENDS_OF_OPERANDS = ("_", "'", '"', ")", "]")
 _PYTHON_WORDS = {"and": "&", "or": "|", "not": "~"}
@@ -163,6 +164,8 @@ def _not_python(text: str, python: str, error: SyntaxError) -> FlexCPError:
     """
     end = len(text.rstrip())
     at = len(python) - len(python.lstrip()) + error.offset - 1 if error.offset else end
+    if named := _WITHOUT_VALUE.match(python, at):  # from Python 3.12 on, its name is pointed at
+        at = named.end()
     unclosed = at in _open_brackets(python)  # Python points at the bracket, which has to end
     at = end if unclosed else _second_operand(python, at)
     got = quote(_word_at(text, at)) if at < end else _END
