@@ -93,10 +93,7 @@ class BlockGrid:
     @cached_property
     def reads(self) -> frozenset[str]:
         """Which of "b" and "h" its mask depends on: one plane is not all planes then."""
-        try:
-            return trace_mask(self.mask.mask_mod).reads & {"b", "h"}
-        except FlexCPError:  # of a sliced BlockMask, which must not be evaluated
-            return frozenset()
+        return planes_read(self.mask) or frozenset()
 
     def require_planes(self, batch: int, heads: int) -> None:
         """Raises unless what it says holds for so many batch elements and heads."""
@@ -297,6 +294,18 @@ class BlockGrid:
         first += f"batch {self.batch}, heads {self.heads}: {counts['full']} full, "
         first += f"{counts['partial']} partial, {counts['empty']} empty)"
         return first + "\n" + as_text(coverage(self.plane(0, 0), 24, 48))
+
+
+def planes_read(mask: Mask) -> frozenset[str] | None:
+    """Which of "b" and "h" a mask depends on; None if it must not be asked: a sliced BlockMask's.
+
+    >>> planes_read(Mask(lambda b, h, q, kv: (q >= kv) & (kv > h)))
+    frozenset({'h'})
+    """
+    try:
+        return trace_mask(mask.mask_mod).reads & {"b", "h"}
+    except FlexCPError:
+        return None
 
 
 def _require_inside(name: str, value: int, size: int) -> None:

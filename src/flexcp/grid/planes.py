@@ -28,10 +28,14 @@ class Planes:
         """As few planes as the mask's dependence on b and h allows."""
         some_b = batch if "b" in graph.reads else 1
         some_h = heads if "h" in graph.reads else 1
-        b = torch.arange(some_b).repeat_interleave(some_h)
-        h = torch.arange(some_h).repeat(some_b)
-        own = torch.arange(some_b * some_h).view(some_b, some_h)
-        return cls(b, h, own.expand(batch, heads))
+        own = cls.each(some_b, some_h)
+        return cls(own.b, own.h, own.of.expand(batch, heads))
+
+    @classmethod
+    def each(cls, batch: int, heads: int) -> Planes:
+        """One for every batch element and head."""
+        every = torch.arange(batch * heads)
+        return cls(every // heads, every % heads, every.view(batch, heads))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduce_packed(self)

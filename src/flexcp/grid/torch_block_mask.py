@@ -8,10 +8,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError, as_whole, check_flags, quote
-from flexcp.grid.grid import BlockGrid
+from flexcp.grid.grid import BlockGrid, planes_read
 from flexcp.grid.planes import Planes
 from flexcp.grid.runs import BlockKind, Runs
-from flexcp.masks import Mask, trace_mask
+from flexcp.masks import Mask
 
 _MOST_TILES = 1 << 24
 """Tiles ordered at a time."""
@@ -86,15 +86,14 @@ def spread(grid: BlockGrid, batch: int, heads: int) -> BlockGrid:
     So many there are; where the mask_mod depends on them, it decides for each in partial tiles.
     """
     size = (
-        batch if grid.batch == 1 and "b" in grid.reads else grid.batch,
-        heads if grid.heads == 1 and "h" in grid.reads else grid.heads,
+        batch if grid.batch == 1 < batch and "b" in grid.reads else grid.batch,
+        heads if grid.heads == 1 < heads and "h" in grid.reads else grid.heads,
     )
     if size == (grid.batch, grid.heads):
         return grid
     kept = grid.derived.once(SpreadGrids, SpreadGrids).grids
     if size not in kept:
-        every = torch.arange(size[0] * size[1])
-        planes = Planes(every // size[1], every % size[1], every.view(size))
+        planes = Planes.each(*size)
         runs = tuple(grid.runs[plane] for plane in grid.planes.of.expand(size).flatten().tolist())
         kept[size] = BlockGrid(grid.q_len, grid.kv_len, grid.block_size, planes, runs, grid.mask)
     return kept[size]
@@ -103,21 +102,14 @@ def spread(grid: BlockGrid, batch: int, heads: int) -> BlockGrid:
 def _planes(kinds: Tensor, mask: Mask) -> Planes:
     """Batch elements and heads with the same lists share a plane, if the mask can't differ."""
     batch, heads = kinds.shape[:2]
+    if batch * heads == 1 or planes_read(mask) != frozenset():
+        return Planes.each(batch, heads)
     every = torch.arange(batch * heads)
-    if batch * heads == 1 or _reads_batch_or_head(mask):
-        return Planes(every // heads, every % heads, every.view(batch, heads))
     lists = kinds.reshape(batch * heads, -1)
     _, plane = torch.unique(lists, dim=0, return_inverse=True)
     own = torch.full((int(plane.max()) + 1,), batch * heads)
     own.scatter_reduce_(0, plane, every, "amin")  # the first with these lists
     return Planes(own // heads, own % heads, plane.view(batch, heads))
-
-
-def _reads_batch_or_head(mask: Mask) -> bool:
-    try:
-        return bool(trace_mask(mask.mask_mod).reads & {"b", "h"})
-    except FlexCPError:  # of a sliced BlockMask, which must not be evaluated
-        return True
 
 
 def _as_torch_sees_it(grid: BlockGrid, runs: Runs) -> Tensor:

@@ -66,9 +66,7 @@ def _as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
     if isinstance(block_mask, BlockGrid):
         grid = block_mask
     elif isinstance(block_mask, BlockMask):
-        grid = _grid_of_block_mask(block_mask)
-        if (grid.batch, grid.heads) != query.shape[:2]:
-            grid = spread(grid, *query.shape[:2])
+        grid = spread(_grid_of_block_mask(block_mask), *query.shape[:2])
     elif callable(block_mask):
         # Nobody can tell what a plain function reads now, so that nothing of it is kept.
         batch, heads, q_len = query.shape[:3]
