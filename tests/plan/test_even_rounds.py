@@ -152,3 +152,16 @@ def test_a_rank_has_as_much_to_do_in_one_round_as_in_another_under_a_causal_mask
         schedule="exchange",
     )
     assert plan.stats().predicted_seconds <= 1.01 * plan.stats().compute_seconds
+
+
+def test_own_work_fills_up_what_the_rows_of_others_leave():
+    """A rank with half of its work in two of six rounds does its own in the others.
+
+    In equal parts, own work let ranks of other nodes wait for a tenth of the time.
+    """
+    tokens, draw, lengths = 1 << 20, random.Random("log-normal 7.5, 1.2 416"), []
+    while sum(lengths) < tokens:
+        lengths.append(min(tokens - sum(lengths), round(draw.lognormvariate(7.5, 1.2))))
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    plan = make_plan(masks.document(lengths=lengths) & masks.causal(), tokens, 64, **heads)
+    assert plan.stats().predicted_seconds <= 1.02 * plan.stats().compute_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,18 @@ def test_all_ranks_of_a_node_fetch_a_part_of_what_they_share():
     assert far_rows(make_schedule("exchange", [grid], layout).forward.moves, 3) == 3 * 6 * 36
 
 
+def test_short_stretches_that_the_same_ranks_share_come_whole_to_one_of_them():
+    """Twelve stretches of five rows for three ranks: four for each, not a part of every one."""
+    grid = build_block_grid(lambda b, h, q, kv: (kv < 120) & (kv % 10 < 5), 720, block_size=5)
+    moves = make_schedule(
+        "hierarchical", [grid], contiguous(720, 6), ranks_per_node=3
+    ).forward.moves
+    far = moves.target >= 3
+    far &= moves.source < 3
+    assert moves.rows[far].tolist() == [5] * 12
+    assert moves.target[far].tolist() == [3] * 4 + [4] * 4 + [5] * 4
+
+
 def test_a_round_brings_no_rank_more_than_the_largest_rank_owns():
     grid, layout = build_block_grid(masks.causal(), LENGTH, block_size=16), head_tail(LENGTH, 6)
     moves = make_schedule("hierarchical", [grid], layout, ranks_per_node=3).forward.moves
@@ -118,3 +131,23 @@ def test_nodes_that_do_not_divide_the_ranks_work_with_every_schedule():
             stats.bytes_received_between_nodes_per_rank, stats.bytes_received_per_rank, strict=True
         ):
             assert 0 <= far <= all_
+
+
+def test_auto_does_not_miss_it_where_groups_that_share_heads_are_priced_first():
+    """Rows that are passed on come once to a node; counted for every rank, they look dearer."""
+    tokens, draw, lengths = 1 << 20, random.Random("log-normal 7.5, 1.2 301"), []
+    while sum(lengths) < tokens:
+        lengths.append(min(tokens - sum(lengths), round(draw.lognormvariate(7.5, 1.2))))
+    mask = masks.document(lengths=lengths) & masks.causal()
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    chosen = make_plan(mask, tokens, 64, **heads)
+    relayed = make_plan(mask, tokens, 64, layout="balanced", schedule="hierarchical", **heads)
+    assert chosen.stats().predicted_seconds <= 1.001 * relayed.stats().predicted_seconds
+
+
+def test_it_is_made_where_asked_for_however_many_stretches_are_passed_on():
+    """Among others it would not be tried: 57,344 single rows."""
+    machine = replace(Machine.preset("h100-ib"), ranks_per_node=4)
+    layout = striped(8192, 8, stripe=1)
+    plan = make_plan(masks.full(), 8192, 8, layout=layout, schedule="hierarchical", machine=machine)
+    assert plan.schedules[""].name == "hierarchical"

@@ -71,10 +71,13 @@ class LayoutLoads:
         """Whether groups need more than such a share of all rows of the others, under all masks."""
         return bool(self.needs) and all(needs.exceed(share) for needs in self.needs.values())
 
-    def seconds_of_rows(self, problem: Problem, name: str, group_size: int) -> Tensor:
+    def seconds_of_rows(
+        self, problem: Problem, name: str, group_size: int, *, relayed: bool = False
+    ) -> Tensor:
         """float64 [2, groups] What the rows that each needs under a mask take at least, once.
 
-        Those of its own node, and those of others, which come at the same time.
+        Those of its own node, and those of others, which come at the same time. With `relayed`,
+        what several groups of a node need of others comes to one of them, and as much to each.
         """
         machine, shape, needs = problem.machine, problem.shape, self.needs_of(name, group_size)
         user, owner, start, stop = needs.by_owner
@@ -89,6 +92,10 @@ class LayoutLoads:
             torch.bincount(user, (stop - start) * at, needs.layout.ranks) * (row / bandwidth)
             for at, bandwidth in zip((~far, far), bandwidths, strict=True)
         ]
+        if relayed:
+            once = row_sets(take(node, user[far]), start[far], stop[far])
+            counts = once.counts(int(node[-1]) + 1) / torch.bincount(node)
+            found[1] = torch.minimum(found[1], take(counts, node) * (row / bandwidths[1]))
         return torch.stack(found)
 
     def seconds_received(self, problem: Problem) -> float:

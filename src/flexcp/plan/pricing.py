@@ -54,9 +54,8 @@ class Pricing:
         rounds = self._seconds_of(-(-int(needs.received.max()) // max(1, int(own))))
         if schedule == "hierarchical":
             per_node = self._problem.machine.ranks_per_node
-            lines = needs.by_owner[0].numel() * per_node
-            if rounds > self._limit or lines > MOST_LINES >> 6:
-                return
+            if kept and (rounds > self._limit or needs.by_owner[0].numel() > MOST_LINES >> 6):
+                return  # one of several
             relays = Relays.of(needs, per_node, self._work.own(needs.layout))
             make = partial(make, schedule, relays=relays)
             if kept:

@@ -249,7 +249,9 @@ def _by_bound(
 
     Where none share them, it may also be chosen for how little it moves, if it is hardly dearer.
     """
-    queue = [(_least_price(problem, loads, n, rows=n == 1), n == 1, n) for n in splits]
+    queue = [
+        (_least_price(problem, loads, n, rows=n == 1, relayed=True), n == 1, n) for n in splits
+    ]
     heapq.heapify(queue)
     while queue:
         least, with_rows, group_size = heapq.heappop(queue)
@@ -270,11 +272,18 @@ def _by_bound(
 
 
 def _least_price(
-    problem: Problem, loads: LayoutLoads, group_size: int, *, rows: bool, even: bool = False
+    problem: Problem,
+    loads: LayoutLoads,
+    group_size: int,
+    *,
+    rows: bool,
+    even: bool = False,
+    relayed: bool = False,
 ) -> float:
     """No candidate is cheaper in which so many ranks share heads: what each computes and moves.
 
-    With `even`, none of any layout: all ranks compute as much.
+    With `even`, none of any layout: all ranks compute as much. With `relayed`, none that passes
+    rows on within nodes either.
     """
     shape, machine, masks = problem.shape, problem.machine, len(problem.grids)
     heads = -(-shape.num_heads // group_size) * group_size / shape.num_heads
@@ -284,7 +293,8 @@ def _least_price(
     compute = compute.mean(0, keepdim=True) if even else compute
     seconds, wire = compute + 2 * masks * machine.launch, torch.zeros_like(compute)
     for name in loads.needs if rows else ():  # forward, and as gradients
-        wire = wire + 2 * loads.seconds_of_rows(problem, name, group_size).amax(0)
+        each = loads.seconds_of_rows(problem, name, group_size, relayed=relayed)
+        wire = wire + 2 * each.amax(0)
     seconds = torch.maximum(seconds + (1 - machine.hidden) * wire, wire)
     share = problem.seq_len / problem.ranks.size * shape.batch
     rest = share * problem.flops_per_token * PASSES / machine.flops

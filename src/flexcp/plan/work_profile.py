@@ -69,10 +69,7 @@ class WorkProfile:
         Where documents meet within a block, some pairs are counted at keys that nobody needs: the
         rounds of a group are scaled to what it has to do in all.
         """
-        groups, rank = self.before.shape[0], work.rank.numpy()
-        pairs = self._until(rank, work.stop.numpy()) - self._until(rank, work.start.numpy())
-        found = np.bincount(work.round.numpy() * groups + rank, pairs, minlength=rounds * groups)
-        by_round, total = found.reshape(rounds, groups), self.before.numpy()[:, -1]
+        by_round, total = self._by_round(work, rounds), self.before.numpy()[:, -1]
         have = by_round.sum(0)
         return by_round * np.where(have > 0, total / np.maximum(have, 1e-9), 1.0)
 
@@ -84,7 +81,17 @@ class WorkProfile:
         which, _, start, stop = cut(own.start, own.stop, edges, edges + step)
         rank = own.rank[which]
         begin, end = (self._until(rank.numpy(), row.numpy()) for row in (start, stop))
-        return OwnWork(rank, start, stop, torch.from_numpy(end - begin), self.before[:, -1])
+        return OwnWork(
+            rank, start, stop, torch.from_numpy(end - begin),
+            lambda work, rounds: torch.from_numpy(self._by_round(work, rounds)),
+        )  # fmt: skip
+
+    def _by_round(self, work: Tasks, rounds: int) -> Any:
+        """float64 [rounds, groups] Pairs of some tasks."""
+        groups, rank = self.before.shape[0], work.rank.numpy()
+        pairs = self._until(rank, work.stop.numpy()) - self._until(rank, work.start.numpy())
+        found = np.bincount(work.round.numpy() * groups + rank, pairs, minlength=rounds * groups)
+        return found.reshape(rounds, groups)
 
     def _until(self, group: Any, row: Any) -> Any:
         """float64 [N] Pairs of some groups with all keys before some rows."""

@@ -8,6 +8,7 @@ under a window a halo exchange.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +30,9 @@ def exchange(
         few_rounds: If not 0: own rows first, then in this many rounds or in as many more as memory
             asks for an equal part of what every pair of ranks exchanges, so that no rank sends or
             receives more in one round than in another.
-        own_work: With few rounds: the work of every rank's own rows. A rank for which that is more
-            than its share of the first round leaves the rest for the others, so that all ranks are
-            through with a round at the same time, and nobody waits for rows to be sent.
+        own_work: With few rounds: the work of every rank's own rows. A rank does as much of it in a
+            round as others' rows leave it time for, so that all ranks are through with a round at
+            the same time, and nobody waits for rows to be sent.
     """
     layout = needs.layout
     limit = max(1, int(layout.counts.max()) * layout.batch_elements)
@@ -48,7 +49,7 @@ def exchange(
     count = int(moves.round.max()) + 1 if len(moves) else 1
     # With one more round than the first there is nothing that a late rank would hold up.
     spread = few_rounds and count > 2
-    own = own_work.spread(count) if own_work and spread else Tasks.of_layout(layout)
+    own = own_work.spread(moves, count) if own_work and spread else Tasks.of_layout(layout)
     work = Tasks.after(moves, own)
     return Pass(count, moves, work), Pass(count, moves, work, moves.reversed())
 
@@ -65,20 +66,23 @@ class OwnWork:
     """int64 [N] Row after the last."""
     work: Tensor
     """float64 [N] Work of the rank against this stretch."""
-    total: Tensor
-    """float64 [ranks] All work of each rank."""
+    by_round: Callable[[Tasks, int], Tensor]
+    """float64 [rounds, ranks] Work of some tasks, in so many rounds."""
 
-    def spread(self, rounds: int) -> Tasks:
-        """The first round gets its share of a rank's work, the others equal parts of the rest."""
-        ends = self.work.cumsum(0)
-        own = torch.zeros_like(self.total).index_add_(0, self.rank, self.work)
-        done = ends - (own.cumsum(0) - own)[self.rank] - self.work / 2
-        share = (self.total / rounds)[self.rank]
-        rest = ((own - self.total / rounds) / (rounds - 1))[self.rank]
-        number = torch.where(
-            (done <= share) | (rest <= 0), 0.0, 1 + (done - share) / rest.clamp(min=1e-9)
-        )
-        round_ = number.long().clamp(max=rounds - 1)
+    def spread(self, moves: Transfers, rounds: int) -> Tasks:
+        """Fills up what a rank computes with the rows of others in each round, as even as can be.
+
+        Those arrive after the first round.
+        """
+        arrived = Tasks(moves.round, moves.target, moves.start, moves.stop)
+        others = self.by_round(arrived, rounds)
+        own = torch.zeros_like(others[0]).index_add_(0, self.rank, self.work)
+        # Water in a vessel whose floor is the others' work: it is as high as the lowest of these.
+        counts = torch.arange(1, rounds + 1).unsqueeze(1)
+        level = ((others.sort(0).values.cumsum(0) + own) / counts).amin(0)
+        edges = (level - others).clamp_(min=0.0).cumsum(0)
+        done = self.work.cumsum(0) - (own.cumsum(0) - own)[self.rank] - self.work / 2
+        round_ = (edges[:-1, self.rank] < done).sum(0)
         opens = torch.ones_like(round_, dtype=torch.bool)
         opens[1:] = (
             (round_.diff() != 0) | (self.rank.diff() != 0) | (self.start[1:] != self.stop[:-1])

@@ -33,17 +33,24 @@ class Relays:
     """Rows that come from another rank of the node, a round after it fetched them."""
 
     @classmethod
-    def of(cls, needs: Needs, ranks_per_node: int, own_work: OwnWork | None = None) -> Relays:
+    def of(
+        cls,
+        needs: Needs,
+        ranks_per_node: int,
+        own_work: OwnWork | None = None,
+        few_rounds: int = 1,
+    ) -> Relays:
         """Consecutive `ranks_per_node` ranks are a node; the last may have fewer.
 
-        The work of every rank's own rows, `own_work`, is spread over rounds.
+        The work of every rank's own rows, `own_work`, is spread over rounds. Rows are fetched in
+        `few_rounds` rounds, or in as many as memory asks for.
         """
         layout = needs.layout
         ways = _Ways.of(needs, ranks_per_node)
         limit = max(1, int(layout.counts.max()) * layout.batch_elements)
         fetched, passed = Transfers.none(), Transfers.none()
         relayed = torch.zeros(0, dtype=torch.bool)
-        rounds = 1 if len(ways.user) else 0
+        rounds = few_rounds if len(ways.user) else 0
         while rounds:
             distance = (ways.user - ways.owner) % layout.ranks
             which, number, start, stop = even_parts(
@@ -63,7 +70,7 @@ class Relays:
             rounds = max(rounds + 1, tried + 1, tried * most // limit)
         moves = _joined(fetched, passed)
         count = int(moves.round.max()) + 1 if len(moves) else 1
-        own = own_work.spread(count) if own_work and count > 2 else Tasks.of_layout(layout)
+        own = own_work.spread(moves, count) if own_work and count > 2 else Tasks.of_layout(layout)
         return cls(Pass(count, moves, Tasks.after(moves, own)), fetched, relayed, passed)
 
     def backward(self, *, keep: bool) -> Pass:
@@ -104,7 +111,11 @@ class _Ways:
 
     @classmethod
     def of(cls, needs: Needs, ranks_per_node: int) -> _Ways:
-        """Every user of a row that comes from another node fetches an equal part of it."""
+        """Ranks of a node that need the same rows of other nodes fetch an equal part of them each.
+
+        All of those rows, one after the other, are cut in as many parts as there are such ranks:
+        most stretches come whole, to one of them.
+        """
         user, owner, start, stop = needs.by_owner
         node, wide = torch.div(user, ranks_per_node, rounding_mode="floor"), needs.layout.rows + 1
         far = node != torch.div(owner, ranks_per_node, rounding_mode="floor")
@@ -113,32 +124,64 @@ class _Ways:
         edges = torch.unique(torch.cat([begin, end]))
         first = torch.searchsorted(edges, begin)
         line, place = expand(torch.searchsorted(edges, end) - first)
-        segment = first[line] + place
-        order = torch.argsort(segment * needs.layout.ranks + user[far][line])
-        segment, who, whose = segment[order], user[far][line][order], owner[far][line][order]
-        offset = (node * wide)[far][line][order]
-        _, inverse, users = torch.unique_consecutive(
+        segment = take(first, line) + place
+        who, whose = (take(x[far], line) for x in (user, owner))
+        order = torch.argsort(segment * needs.layout.ranks + who)
+        segment, who, whose = (take(x, order) for x in (segment, who, whose))
+        segment, inverse, users = torch.unique_consecutive(
             segment, return_inverse=True, return_counts=True
         )
-        turn = torch.arange(segment.numel()) - (users.cumsum(0) - users)[inverse]
-        a, size, many = edges[segment], (edges[1:] - edges[:-1])[segment], users[inverse]
-        low = torch.div(size * turn, many, rounding_mode="floor")
-        high = torch.div(size * (turn + 1), many, rounding_mode="floor")
+        opens = users.cumsum(0) - users
+        turn = torch.arange(who.numel()) - take(opens, inverse)
+        at, size = take(edges, segment), take(edges.diff(), segment)
+        # Segments that the same ranks need follow each other; which are the same, their bits tell.
+        bits = torch.zeros_like(at).index_add_(0, inverse, 1 << (who % ranks_per_node % 62))
+        home = torch.div(at, wide, rounding_mode="floor")
+        _, same = torch.unique(torch.stack([home, bits]), dim=1, return_inverse=True)
+        low, high = _parts_of_turns(same, size, users, inverse, turn)
+        kept = (low < high).nonzero().view(-1)
+        everyone = who
+        inverse, turn, who, whose, low, high = (
+            take(x, kept) for x in (inverse, turn, who, whose, low, high)
+        )
         # The others of a segment: all of its lines but the own.
-        some, spot = expand(many - 1)
-        spot = spot + (spot >= turn[some])
-        other = who[(users.cumsum(0) - users)[inverse][some] + spot]
+        others = take(users, inverse) - 1
+        some, spot = expand(others)
+        spot = spot + (spot >= take(turn, some))
+        other = take(everyone, take(take(opens, inverse), some) + spot)
+        at = take(at - home * wide, inverse)
         near, none = ~far, torch.zeros(int((~far).sum()), dtype=torch.int64)
-        filled = low < high
         return cls(
-            torch.cat([user[near], who[filled]]),
-            torch.cat([owner[near], whose[filled]]),
-            torch.cat([start[near], (a - offset + low)[filled]]),
-            torch.cat([stop[near], (a - offset + high)[filled]]),
-            torch.cat([none, (many - 1)[filled]]),
-            torch.cat([none, ((many - 1).cumsum(0) - (many - 1))[filled]]),
+            torch.cat([user[near], who]),
+            torch.cat([owner[near], whose]),
+            torch.cat([start[near], at + low]),
+            torch.cat([stop[near], at + high]),
+            torch.cat([none, others]),
+            torch.cat([none, others.cumsum(0) - others]),
             other,
         )
+
+
+def _parts_of_turns(
+    same: Tensor, size: Tensor, users: Tensor, segment: Tensor, turn: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of a segment, from and up to, that a user has in its turn.
+
+    All rows of segments that are the `same`, in their order, are cut into a part for every user.
+    """
+    order = torch.argsort(same, stable=True)
+    rows = torch.zeros_like(size).index_add_(0, same, size)
+    before = torch.zeros_like(size)
+    before[order] = take(size, order).cumsum(0) - take(size, order)
+    before -= take(rows.cumsum(0) - rows, same)
+    many, total, first, most = (take(x, segment) for x in (users, take(rows, same), before, size))
+    low, high = (
+        torch.minimum(
+            (torch.div(total * i, many, rounding_mode="floor") - first).clamp(min=0), most
+        )
+        for i in (turn, turn + 1)
+    )
+    return low, high
 
 
 def _joined(a: Transfers, b: Transfers) -> Transfers:

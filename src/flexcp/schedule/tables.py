@@ -64,15 +64,16 @@ class Transfers:
         key = ((round_ * ranks + target) * ranks + source) * (int(start.max()) + 1) + start
         order = torch.argsort(key)
         columns = [take(x, order) for x in (round_, source, target, start, stop)]
-        same = torch.stack([c.diff() == 0 for c in columns[:3]]).all(0)
         opens = torch.ones(order.numel(), dtype=torch.bool)
-        opens[1:] = ~(same & (columns[3][1:] == columns[4][:-1]))
-        if bool(opens.all()):
+        opens[1:] = columns[3][1:] != columns[4][:-1]
+        for column in columns[:3]:
+            opens[1:] |= column[1:] != column[:-1]
+        first = opens.nonzero().view(-1)
+        if first.numel() == opens.numel():
             return cls(*columns)
-        closes = torch.ones_like(opens)
-        closes[:-1] = opens[1:]
-        first = [c[opens] for c in columns]
-        return cls(first[0], first[1], first[2], first[3], columns[4][closes])
+        last = torch.cat([first[1:], torch.tensor([opens.numel()])]) - 1
+        round_, source, target, start = (take(c, first) for c in columns[:4])
+        return cls(round_, source, target, start, take(columns[4], last))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduce_packed(self)

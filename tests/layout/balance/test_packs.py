@@ -72,6 +72,19 @@ def test_documents_that_fit_a_rank_hardly_move(kind):
     assert int(rows.sum()) <= 0.15 * LENGTH
 
 
+@pytest.mark.parametrize(("causal", "times"), [(True, 0.65), (False, 0.9)], ids=["causal", "full"])
+def test_documents_stay_whole_where_parts_of_longer_ones_make_work_even(causal, times):
+    """Three are too long for a rank; two of half a rank's rows fit beside parts of them."""
+    tokens, draw, lengths = 1 << 17, random.Random("exponential 3,000 101"), []
+    while sum(lengths) < tokens:
+        lengths.append(min(tokens - sum(lengths), max(1, round(draw.expovariate(1 / 3000)))))
+    mask = masks.document(lengths=lengths)
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    plan = make_plan(mask & masks.causal() if causal else mask, tokens, 8, **heads)
+    assert plan.stats().imbalance <= 1.02
+    assert sum(plan.stats().tokens_received_per_rank) <= times * tokens
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_documents_are_not_mixed_where_they_are_cheaper_once_their_work_is_even(seed):
     """Whole documents begin uneven, and dear by that; the two-ended mix is even from the start."""

@@ -102,8 +102,8 @@ def _of_work(
     if plain and even and plain.price <= objective.good * mean:
         return _layout(plain.parts, work.seq_len)
     seeds: list[ways.Seed] = []
-    for filler in ways.fillers(documents, objective) if many else ():
-        seeds.append(seed(ways.whole_documents(documents, room, objective, filler)))
+    for filler, level in ways.packings(documents, objective) if many else ():
+        seeds.append(seed(ways.whole_documents(documents, room, objective, filler, even=level)))
         if seeds[-1].if_even <= objective.good * mean:
             break
     chosen = sorted(seeds, key=lambda s: s.if_even)[: max(1, objective.tries**2 // ranks)]

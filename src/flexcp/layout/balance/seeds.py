@@ -74,28 +74,29 @@ def in_order(documents: Documents, counts: Sequence[int], dense: Sequence[int] =
 
 
 def whole_documents(
-    documents: Documents, counts: Sequence[int], objective: Objective, filler: float = 0.0
+    documents: Documents, counts: Sequence[int], objective: Objective, filler: float, *, even: bool
 ) -> Parts:
     """Whole documents, those with most work first, to the rank with least work that has room.
 
     One with more work than a rank should have is shared by as few ranks as have room for it,
-    two-ended, so that their work is level. One that fits nowhere is shared likewise; or with a
-    `filler`, its last rows go to the rank with least work, and the others are dealt out later.
-    Work is then what rows have beyond a filler each: light rows fill what room is left at last, and
-    the more of it the more room a rank has.
+    two-ended, so that their work is level; if it is to be `even`, also one with more than any rank
+    has left. One that fits nowhere is shared likewise; or with a `filler`, its last rows go to the
+    rank with least work, and the others are dealt out later. Work is then what rows have beyond a
+    filler each: light rows fill what room is left at last, the more the more room a rank has.
     """
-    return _Packing(documents, counts, objective, filler).packed(tails=filler > 0)
+    return _Packing(documents, counts, objective, filler).packed(tails=filler > 0, even=even)
 
 
-def fillers(documents: Documents, objective: Objective) -> tuple[float, ...]:
-    """Pairs of a row that room is filled with: none, the lightest, or between those and light ones.
+def packings(documents: Documents, objective: Objective) -> tuple[tuple[float, bool], ...]:
+    """Fillers: none, the lightest rows, or between those and light ones; and if it is to be even.
 
     Ranks with heavy rows are filled with all that is lighter than the mean; the last with least.
     """
     rows = documents.work.seq_len
     lightest = documents.lightest(objective.small * rows)
     light = documents.lightest(rows, below=documents.total / max(1, rows))
-    return 0.0, lightest, (lightest + light) / 2
+    between = (lightest + light) / 2
+    return (0.0, True), (lightest, True), (between, True), (between, False)
 
 
 def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
@@ -131,7 +132,7 @@ class _Packing:
         self._state = [(0.0, -count, rank) for rank, count in enumerate(counts)]
         self._order = sorted(self._state)
 
-    def packed(self, *, tails: bool) -> Parts:
+    def packed(self, *, tails: bool, even: bool) -> Parts:
         """Everything that is left, then the parts."""
         documents, edges, order = self._documents, self._documents.edges, self._order
         items = [(-area, d, edges[d], edges[d + 1]) for d, area in enumerate(documents.areas)]
@@ -145,7 +146,7 @@ class _Packing:
             if size == documents.sizes[d] and not (fits and least + work <= self._limit):
                 must = work > self._mean or not (fits or tails)
                 fewest = max(2, -int(-max(work / self._mean, size / self._most) // 1))
-                few = self._few(d, len(order) if must else fewest)
+                few = self._few(d, len(order) if must else fewest) if must or even else []
                 if len(few) > 1 or (few and must):
                     self._level(d, few)
                     continue
