@@ -231,6 +231,17 @@ def cell_loader_of(seen: Any) -> Callable[[Any], Any]:
     return loader
 
 
+def is_made_while_traced(seen: Any, name: str) -> bool:
+    """Whether code that dynamo traces has made what a variable holds, or assigned to its fields.
+
+    What it assigns is in the object only after the graph has run.
+    """
+    translator = seen._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    variable = variable_of(seen.get_local(name, stacklevel=1)).realize()
+    effects = translator.output.side_effects
+    return variable.source is None or bool(effects.has_pending_mutation(variable))
+
+
 def local_tensor_mode_is_on() -> bool:
     """Whether torch emulates ranks in this process; before 2.10 it can't.
 
@@ -256,13 +267,13 @@ _LATER = {
     "process_group_of": "torch._C._distributed_c10d._resolve_process_group",
     "tree_map_only": "torch.utils._pytree.tree_map_only",
     "unmodified_score": f"{_FLEX}._identity",
-    "dq_write_order": f"{_FLEX}._compute_dq_write_order_from_block_mask",
     **{
         name: f"{_FLEX}.{name}"
         for name in (
             "_DEFAULT_SPARSE_BLOCK_SIZE",
             "_WARNINGS_SHOWN",
             "_apply_kernel_options",
+            "_compute_dq_write_order_from_block_mask",
             "_convert_block_mask_to_mask",
             "_convert_mask_to_block_mask",
             "_create_empty_block_mask",
