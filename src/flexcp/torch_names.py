@@ -159,6 +159,14 @@ def without_fake_mode() -> AbstractContextManager[object]:
     return found
 
 
+def without_recording() -> AbstractContextManager[object]:
+    """`make_fx` writes down nothing of what the body does."""
+    found: AbstractContextManager[object] = find(
+        "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing"
+    )()
+    return found
+
+
 def without_transforms() -> AbstractContextManager[object]:
     """No transform of `torch.func` is on in the body."""
     found: AbstractContextManager[object] = find(
