@@ -13,7 +13,9 @@ import torch
 from flexcp.torch_names import (
     fake_mode_is_on,
     innermost_transform,
+    is_recorded,
     without_fake_mode,
+    without_recording,
     without_transforms,
 )
 
@@ -53,10 +55,21 @@ def run_eagerly_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def outside_of_fake_tensors() -> AbstractContextManager[object]:
-    """Masks are looked at for real, also where the tensors have shapes and no numbers."""
-    if torch.compiler.is_compiling() or not fake_mode_is_on():
+    """Masks are looked at for real, also where the tensors have shapes and no numbers.
+
+    What `make_fx` records has no numbers either.
+    """
+    if torch.compiler.is_compiling():
         return nullcontext()
-    return without_fake_mode()
+    if is_recorded():
+        return _outside_of_recording()
+    return without_fake_mode() if fake_mode_is_on() else nullcontext()
+
+
+@contextmanager
+def _outside_of_recording() -> Iterator[None]:
+    with without_recording(), without_fake_mode():
+        yield
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:

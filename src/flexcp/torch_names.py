@@ -159,6 +159,14 @@ def without_fake_mode() -> AbstractContextManager[object]:
     return found
 
 
+def without_recording() -> AbstractContextManager[object]:
+    """`make_fx` writes down nothing of what the body does."""
+    found: AbstractContextManager[object] = find(
+        "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing"
+    )()
+    return found
+
+
 def without_transforms() -> AbstractContextManager[object]:
     """No transform of `torch.func` is on in the body."""
     found: AbstractContextManager[object] = find(
@@ -231,6 +239,17 @@ def cell_loader_of(seen: Any) -> Callable[[Any], Any]:
     return loader
 
 
+def is_made_while_traced(seen: Any, name: str) -> bool:
+    """Whether code that dynamo traces has made what a variable holds, or assigned to its fields.
+
+    What it assigns is in the object only after the graph has run.
+    """
+    translator = seen._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    variable = variable_of(seen.get_local(name, stacklevel=1)).realize()
+    effects = translator.output.side_effects
+    return variable.source is None or bool(effects.has_pending_mutation(variable))
+
+
 def local_tensor_mode_is_on() -> bool:
     """Whether torch emulates ranks in this process; before 2.10 it can't.
 
@@ -256,13 +275,13 @@ _LATER = {
     "process_group_of": "torch._C._distributed_c10d._resolve_process_group",
     "tree_map_only": "torch.utils._pytree.tree_map_only",
     "unmodified_score": f"{_FLEX}._identity",
-    "dq_write_order": f"{_FLEX}._compute_dq_write_order_from_block_mask",
     **{
         name: f"{_FLEX}.{name}"
         for name in (
             "_DEFAULT_SPARSE_BLOCK_SIZE",
             "_WARNINGS_SHOWN",
             "_apply_kernel_options",
+            "_compute_dq_write_order_from_block_mask",
             "_convert_block_mask_to_mask",
             "_convert_mask_to_block_mask",
             "_create_empty_block_mask",

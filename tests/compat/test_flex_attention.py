@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernels.cases import loss, problem
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs
 
@@ -56,7 +57,7 @@ def test_the_same_mistake_raises_torchs_class_and_first_words(name: str) -> None
         torchs(**arguments)  # type: ignore[arg-type]
     with pytest.raises(theirs.type) as ours:
         flex_attention(**arguments)  # type: ignore[arg-type]
-    words = 5 if "backend" not in name and "devices" not in name else 3
+    words = 5 if "backend" not in name else 3
     assert str(ours.value).split()[:words] == str(theirs.value).split()[:words]
 
 
@@ -240,3 +241,25 @@ def test_keys_and_values_of_eight_bits_are_read_in_the_querys_type(compiled: boo
     attend = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
     found = (attend if compiled else flex_attention)(Q, low, low)
     assert_close(found, torchs(Q, low, low))
+
+
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q, kv: score - q // (1 + kv)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_make_fx_records_runs_on_other_tensors(score_mod, masked: bool) -> None:  # type: ignore[no-untyped-def]
+    mask = create_block_mask(causal, None, None, 200, 200, **DEVICE) if masked else None
+
+    def forward_and_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list:  # type: ignore[type-arg]
+        out = flex_attention(q, k, v, score_mod, mask)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    small, large = (
+        [factor * torch.randn(1, 2, 200, 8, dtype=torch.float64) for _ in range(3)]
+        for factor in (0.1, 10.0)
+    )
+    for x in (*small, *large):
+        x.requires_grad_()
+    recorded = make_fx(forward_and_backward)(*small)
+    with torch.no_grad():  # gradients are part of what was recorded
+        found = recorded(*large)
+    for actual, wanted in zip(found, forward_and_backward(*large), strict=True):
+        assert_close(actual, wanted)

@@ -21,7 +21,7 @@ def test_definitions_are_torchs_own() -> None:
         "_round_up_to_multiple", "_vmap_for_bhqkv", "_identity", "_create_empty_block_mask",
         "_convert_block_mask_to_mask", "_convert_mask_to_block_mask", "_dense_to_ordered",
         "_create_sparse_block_from_block_mask", "_apply_kernel_options", "_WARNINGS_SHOWN",
-        "flex_attention_hop",
+        "flex_attention_hop", "_compute_dq_write_order_from_block_mask",
     ):  # fmt: skip
         assert getattr(flex, name) is getattr(torch_flex, name)
     for name in ("implicit_replication", "local_map", "register_sharding"):

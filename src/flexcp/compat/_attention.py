@@ -183,12 +183,12 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     if query.device != key.device or query.device != value.device:
         raise ValueError(
             "Expected query, key, and value to have the same device type, but got query.device: "
-            f"{query.device}, key.device: {key.device}, and value.device: {value.device}."
+            f"{query.device}, key.device: {key.device}, and value.device: {value.device} instead."
         )
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise ValueError(
             "Expected query, key, and value to all be at least 2 dimensional, but got "
-            f"query.dim: {query.dim()}, key.dim: {key.dim()} and value.dim: {value.dim()}."
+            f"query.dim: {query.dim()}, key.dim: {key.dim()} and value.dim: {value.dim()} instead."
         )
     if query.size(-1) != key.size(-1):
         raise ValueError(

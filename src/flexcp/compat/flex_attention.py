@@ -34,6 +34,7 @@ from flexcp.torch_names import (
     _DEFAULT_SPARSE_BLOCK_SIZE,
     _WARNINGS_SHOWN,
     _apply_kernel_options,
+    _compute_dq_write_order_from_block_mask,
     _convert_block_mask_to_mask,
     _convert_mask_to_block_mask,
     _create_empty_block_mask,
@@ -44,7 +45,6 @@ from flexcp.torch_names import (
     _round_up_to_multiple,
     _score_mod_signature,
     _vmap_for_bhqkv,
-    dq_write_order,
     flex_attention_hop,
 )
 
@@ -56,6 +56,7 @@ __all__ = [
     "BlockMask",
     "FlexKernelOptions",
     "_apply_kernel_options",
+    "_compute_dq_write_order_from_block_mask",
     "_convert_block_mask_to_mask",
     "_convert_mask_to_block_mask",
     "_create_empty_block_mask",
@@ -202,7 +203,9 @@ def _takes_a_score(mod: object) -> bool:
 
 def _add_dq_write_order(block_mask: BlockMask, dq_kv_order: bool) -> None:
     """Metadata of torch's deterministic CUDA backward, as torch's create_block_mask adds it."""
-    order, order_of_full = dq_write_order(block_mask, dq_kv_order=dq_kv_order)
+    order, order_of_full = _compute_dq_write_order_from_block_mask(
+        block_mask, dq_kv_order=dq_kv_order
+    )
     block_mask.dq_write_order = order
     block_mask.dq_write_order_full = order_of_full
     block_mask.dq_kv_order = None

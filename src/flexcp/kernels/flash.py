@@ -14,6 +14,7 @@ from torch import Tensor
 from flexcp.kernels.captured_gradients import deterministic_sums
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
+from flexcp.kernels.exponential import exponential_for
 from flexcp.kernels.fused import FusedOp
 from flexcp.kernels.fused_pieces import fused_backward, fused_forward
 from flexcp.kernels.head_groups import HeadGroup, place, select
@@ -29,7 +30,6 @@ from flexcp.kernels.strips import (
     StripResults,
     StripTensors,
     Workspace,
-    exponential_for,
     of_chunk,
     strips_forward,
 )

@@ -29,11 +29,6 @@ from flexcp.kernels.score import ScoreMod
 from flexcp.kernels.strip_scores import changed_scores
 
 LOG2_E = math.log2(math.e)
-_LARGE_SCORE = 256.0
-"""From here on, rounding to another base shows in weights: by a factor of 1e-5, or more."""
-_SMALL_SCORE = 48 * math.log(2.0)
-"""Up to here, exponentials of the scores as they are neither overflow nor vanish, nor do sums of
-their products with values between 1e-23 and 1e+16."""
 _CHUNK_PER_THREAD = 5 << 17
 """Scores held at a time, per thread: more would not stay in cache."""
 _CHUNK_MOST = 1 << 24
@@ -70,19 +65,6 @@ class Scoring:
     def logarithm_(self, x: Tensor) -> Tensor:
         """The logarithm of x to the base, in place."""
         return x.log2_() if self.base == 2.0 else x.log_()
-
-
-def exponential_for(q: Tensor, k: Tensor, scale: float) -> tuple[float, bool]:
-    """The base of the exponential for the scores of q and k, and whether all of them are small.
-
-    The base is 2, or e if some may be large. On a GPU that would have to be waited for: there it is
-    2, and nothing is said of their size.
-    """
-    if type(q) is not Tensor or q.device.type != "cpu" or not q.numel() or not k.numel():
-        return 2.0, False
-    of_q, of_k = (float(torch.linalg.vector_norm(x, dim=-1).amax()) for x in (q, k))
-    most = of_q * of_k * abs(scale)
-    return (math.e if most > _LARGE_SCORE else 2.0), most <= _SMALL_SCORE
 
 
 def rows_of(x: Tensor, piece: Piece, dim: int = 2) -> Tensor:

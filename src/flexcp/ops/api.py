@@ -28,9 +28,10 @@ from flexcp.ops.autograd import differentiable
 from flexcp.ops.compiled import compiled_local_attention, compiled_sharded_attention, handle_of
 from flexcp.ops.dropout import drawn_seed, traced_seed
 from flexcp.ops.local import local_attention
-from flexcp.ops.mask_cache import GraphMadeMask, MaskLike
+from flexcp.ops.mask_cache import MaskLike
 from flexcp.ops.sharded import sharded_op, tell_ranks_on_error
-from flexcp.ops.traced import in_graph_attention, traced_local_attention, traced_sharded_attention
+from flexcp.ops.traced import traced_local_attention, traced_sharded_attention
+from flexcp.ops.traced_block_masks import in_graph_attention, is_of_the_graph
 from flexcp.plan import Plan
 
 
@@ -121,9 +122,9 @@ def flex_attention(
             quote(kernel),
             "leave it out inside torch.compile, or call it outside",
         )
-    elif isinstance(block_mask, GraphMadeMask):
+    elif is_of_the_graph(block_mask):
         out, lse, highest = in_graph_attention(
-            query, key, value, block_mask.mask_mod, score_mod, factor, sinks, p,
+            query, key, value, block_mask, score_mod, factor, sinks, p,
             traced_seed(given) if p > 0 else None,
         )  # fmt: skip
     elif score_mod is None:

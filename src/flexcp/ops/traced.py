@@ -9,7 +9,6 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -140,22 +139,6 @@ def traced_local_attention(
         positions, _attend_to, q, k, v, work, score_mod, scale, sinks, None, dropout
     )
     return found
-
-
-def in_graph_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_mod: Callable[..., Tensor],
-    score_mod: ScoreFunction | None,
-    scale: float,
-    sinks: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and the largest scores of one device, with a mask that is made inside the graph."""
-    dropout = Dropout(dropout_p, seed) if seed is not None else None
-    return attend_by_rows(q, k, v, None, mask_mod, score_mod, scale, sinks, dropout)
 
 
 def traced_sharded_attention(

@@ -91,9 +91,16 @@ def attend_by_rows(
             scores = scores.masked_fill(~allowed, -torch.inf)
         kept = None
         if dropout is not None:
+            q_pos, kv_pos = at, kv_at
+            if dropout.positions is not None:
+                q_pos, kv_pos = (
+                    x[picked] if x.dim() == 1 else x[:, None, picked]
+                    for x, picked in zip(dropout.positions, (rows_at, kv_at), strict=True)
+                )
             kept = traced_kept(
-                dropout, b[:, None, None, None], h[:, None, None], at[:, None], kv_at[None, :]
-            )
+                dropout, b[:, None, None, None], h[:, None, None], q_pos[..., None],
+                kv_pos[..., None, :],
+            )  # fmt: skip
         return attend_to_scores(scores, v, sink, kept, 1.0 if dropout is None else dropout.factor)
 
     semantics = semantics_of(again, score_mod, b, h, q_at[0], kv_at)
