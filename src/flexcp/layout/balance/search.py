@@ -101,12 +101,15 @@ def _of_work(
     even = over <= objective.enough
     if plain and even and plain.price <= objective.good * mean:
         return _layout(plain.parts, work.seq_len)
-    seeds: list[ways.Seed] = []
+    seeds, count = list[ways.Seed](), max(1, objective.tries**2 // ranks)
     for filler, level in ways.packings(documents, objective) if many else ():
-        seeds.append(seed(ways.whole_documents(documents, room, objective, filler, even=level)))
-        if seeds[-1].if_even <= objective.good * mean:
+        new = seed(ways.whole_documents(documents, room, objective, filler, even=level))
+        # Alone, one that is to be made even later has to be clearly cheaper.
+        if level or count > 1 or new.if_even * objective.enough < min(s.if_even for s in seeds):
+            seeds.append(new)
+        if new.if_even <= objective.good * mean:
             break
-    chosen = sorted(seeds, key=lambda s: s.if_even)[: max(1, objective.tries**2 // ranks)]
+    chosen = sorted(seeds, key=lambda s: s.if_even)[:count]
     if not chosen or chosen[0].if_even > (1 + objective.small) * mean:
         chosen.append(seed(ways.two_ended(documents, counts, objective)))
         if many and plain and not even and plain.price < chosen[-1].price:

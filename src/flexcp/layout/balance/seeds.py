@@ -95,8 +95,7 @@ def packings(documents: Documents, objective: Objective) -> tuple[tuple[float, b
     rows = documents.work.seq_len
     lightest = documents.lightest(objective.small * rows)
     light = documents.lightest(rows, below=documents.total / max(1, rows))
-    between = (lightest + light) / 2
-    return (0.0, True), (lightest, True), (between, True), (between, False)
+    return (0.0, True), (lightest, True), *(((lightest + light) / 2, e) for e in (True, False))
 
 
 def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
