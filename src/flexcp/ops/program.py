@@ -190,7 +190,10 @@ def rank_program(
         finder = WorkFinder(schedule, grid, group, place)
         work = [finder.as_one(x) if as_one else finder.of(x) for x in rows]
         pieces = [[(w.first, w.rows) for w in found] for found in work]
-    memory = _Memory(steps, buffers, kept=kept, keeps=schedule.keeps_kv, all_=schedule.gathers_all)
+    memory = _Memory(
+        steps, buffers, kept=kept, keeps=schedule.keeps_kv, all_=schedule.gathers_all,
+        own_arrive=bool(schedule.own_arrive[direction][group]),
+    )  # fmt: skip
     rounds = [Round(*memory.transfers(i), memory.keys(i), found) for i, found in enumerate(work)]
     gradients = None
     if direction == "backward":
@@ -230,6 +233,7 @@ class _Memory:
         kept: bool,
         keeps: bool,
         all_: bool,
+        own_arrive: bool,
     ) -> None:
         self._steps = steps
         self._receives = () if kept else [step.receives for step in steps]
@@ -242,10 +246,9 @@ class _Memory:
             self._sends.append([(p, finder.find(rows_of_spans(s))) for p, s in messages])
             finder.know(i + 2)
             self._keys.append(finder.find(rows_of_spans(step.work)))
-        self.own_arrive = any(
-            bool((held[0] == 0).any()) and bool((held[0] > 0).any()) for held in self._used()
-        )
-        self.own_is_read = any(bool((held[0] == 0).any()) for held in self._used())
+        used = [*self._keys, *(held for sends in self._sends for _, held in sends)]
+        self.own_arrive = own_arrive
+        self.own_is_read = any(bool((held[0] == 0).any()) for held in used)
         sizes = [x.numel() for x in buffers]
         until = [len(steps) + 2 if keeps else i + 1 for i in range(len(buffers))]
         for i in range(len(steps)):
@@ -261,9 +264,6 @@ class _Memory:
             sizes[0] = 0
         offsets, self.rows = arranged(sizes, born, until)
         self._offsets = torch.tensor(offsets)
-
-    def _used(self) -> list[tuple[Tensor, Tensor]]:
-        return [*self._keys, *(held for sends in self._sends for _, held in sends)]
 
     def transfers(
         self, i: int

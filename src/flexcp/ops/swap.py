@@ -100,7 +100,7 @@ class Swap:
         packed = tensors[0].new_empty(sum(gives))
         by_row = [x.permute(2, 0, 1, 3) for x in tensors]
         if self._even(kv):
-            into = packed.view(len(slices), rows, b, len(slices[0]), -1)
+            into = packed.view(len(slices), rows, b, len(slices[0]), each // b if b else 0)
             split = [x.unflatten(2, (len(slices), -1)).permute(2, 0, 1, 3, 4) for x in by_row]
             torch.cat(split, -1, out=into)
         else:

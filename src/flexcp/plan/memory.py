@@ -71,7 +71,7 @@ def rank_memory(schedule: Schedule, shape: AttentionShape) -> RankMemory:
     at_once = schedule.backward.rounds == 1
     if at_once:  # keys are put in order, own among those of others, and so are their gradients
         passing = passing + (rows + held) * kv * (1 + sums)
-    kept_rows = held + rows * bool(at_once and len(schedule.forward.moves))
+    kept_rows = held + rows * by_rank(schedule.own_arrive["forward"])
     kept = kept_rows * kv * schedule.keeps_kv
     in_flight = received * (not schedule.keeps_kv)
     if group_size > 1:

@@ -12,6 +12,7 @@ ranks of the same u.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from flexcp.grid.analysis.indexing import take
 from flexcp.layout import Layout
 from flexcp.packing import reduce_packed
 from flexcp.schedule.heads import HeadSlice
+from flexcp.schedule.own_rows import reads_both
 
 _MOST_PADDING = 2
 """Rows that an all-gather moves, padding included, over those that it has to: with more, messages
@@ -226,7 +228,19 @@ class Schedule:
             return self.ranks * self.longest_part
         received = int(self.forward.moves.received(self.groups.ranks)[group])
         own = int(self.groups.counts[group]) * self.groups.batch_elements
-        return received + (own if received and self.forward.rounds == 1 else 0)
+        return received + (own if self.own_arrive["forward"][group] else 0)
+
+    @cached_property
+    def own_arrive(self) -> Mapping[str, Tensor]:
+        """Bool [groups] By pass: whether own rows are put among those that arrive.
+
+        They are where both are read together. What is kept stays where it is for backward.
+        """
+        if self.gathers_all:  # own rows come back with the others'
+            return dict.fromkeys(("forward", "backward"), torch.zeros(self.ranks, dtype=torch.bool))
+        forward = reads_both(self.forward, self.groups)
+        backward = forward if self.keeps_kv else reads_both(self.backward, self.groups)
+        return {"forward": forward, "backward": backward}
 
     def with_kept_kv(self) -> Schedule:
         """A schedule that keeps the KV rows that forward received: backward then moves none.
