@@ -89,6 +89,12 @@ def tensors_to_keep() -> AbstractContextManager[object]:
     return _outside_of_every_mode() if in_inference_mode else outside_of_fake_tensors()
 
 
+def tensors_to_capture() -> AbstractContextManager[object]:
+    """The same, of a mask's tensors. `make_fx` knows what is made of those that it records."""
+    recorded = is_recorded() and not torch.compiler.is_compiling()
+    return without_fake_mode() if recorded else tensors_to_keep()
+
+
 @contextmanager
 def _outside_of_every_mode() -> Iterator[None]:
     with outside_of_fake_tensors(), outside_of_inference_mode():

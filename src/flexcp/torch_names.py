@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -145,6 +145,13 @@ def is_recorded() -> bool:
     False
     """
     return _dispatch_mode(_mode_keys.PROXY) is not None
+
+
+def recorded_tensors() -> Container[Tensor]:
+    """Those that `make_fx` knows: what it writes down takes others in their place."""
+    mode = _dispatch_mode(_mode_keys.PROXY)
+    found: Container[Tensor] = () if mode is None else mode.tracer.tensor_tracker
+    return found
 
 
 _dispatch_mode: Callable[[Any], Any] = find("torch._C._get_dispatch_mode")

@@ -7,7 +7,10 @@ import torch
 from kernels.cases import loss
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
+from flexcp import FlexCPError, masks
 from flexcp import flex_attention as flexcp_attention
 from flexcp.compat.flex_attention import BlockMask, create_block_mask, flex_attention
 from flexcp.kernels.reference import dense_attention
@@ -168,3 +171,61 @@ def test_a_mask_made_in_the_graph_has_the_positions_of_the_one_it_is_made_of(
     tensors = _tensors(90)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_close(compiled(*tensors), model(*tensors))
+
+
+def _every(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= 0
+
+
+def _remade(mask: BlockMask) -> BlockMask:
+    return type(mask).from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        mask.BLOCK_SIZE, _every, seq_lengths=mask.seq_lengths,
+    )  # fmt: skip
+
+
+def _assigned(mask: BlockMask) -> BlockMask:
+    mask.mask_mod = _every
+    return mask
+
+
+def _emptied(mask: BlockMask) -> BlockMask:
+    mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+    return mask
+
+
+@pytest.mark.parametrize("change", [_remade, _assigned, _emptied])
+def test_lists_of_a_mask_of_the_graph_count_once_they_do_not_follow_from_its_mask_mod(
+    change: Callable[[BlockMask], BlockMask],
+) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = create_block_mask(lambda b, h, q, kv: kv < 40, None, None, 90, 90, "cpu", 32)
+        return flex_attention(q, k, v, block_mask=change(mask))  # type: ignore[return-value]
+
+    tensors = _tensors(90)
+    assert_close(
+        torch.compile(model, backend="aot_eager", fullgraph=True)(*tensors), model(*tensors)
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes", [(None, None, 128, 128), (None, None, 64, 64), (3, None, 90, 90), (None, 5, 90, 90)]
+)
+def test_a_mask_of_the_graph_for_other_tensors_is_refused(sizes: tuple[int | None, ...]) -> None:
+    mask = torch_create_block_mask(_causal, *sizes, device="cpu", BLOCK_SIZE=32)  # type: ignore[arg-type]
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flexcp_attention(q, k, v, block_mask=mask.to("cpu"))  # type: ignore[return-value]
+
+    with pytest.raises(FlexCPError, match="block_mask"):
+        torch.compile(model, backend="aot_eager")(*_tensors(90))
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_make_fx_refuses_a_mask_of_tensors_that_it_records(derived: bool) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        mask = masks.document(ids) if derived else lambda b, h, q, kv: ids[q] == ids[kv]
+        return flexcp_attention(q, k, v, block_mask=mask)  # type: ignore[return-value]
+
+    with pytest.raises(FlexCPError, match="captures no tensor which make_fx records"):
+        make_fx(model)(*_tensors(90), torch.arange(90) // 20)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexcp.eager import tensors_to_keep
+from flexcp.eager import tensors_to_capture
 from flexcp.errors import FlexCPError, told, whole_number
 from flexcp.masks.mask import Mask, made_by
 
@@ -118,7 +118,7 @@ def document(
             "call document(cu_seqlens=...), document(ids) or document(lengths=[...])",
         )
     if cu_seqlens is not None:
-        with tensors_to_keep():
+        with tensors_to_capture():
             lengths = _lengths_from_cu_seqlens(cu_seqlens)
     if (ids is None) == (lengths is None):
         raise FlexCPError(
@@ -196,7 +196,7 @@ def shared_prefix(prefix: int, lengths: Sequence[int]) -> Mask:
     Mask(shared_prefix(1000, [3 branches]))
     """
     prefix = _require_count("prefix", prefix, minimum=0)
-    with tensors_to_keep():
+    with tensors_to_capture():
         given = _require_integers("document lengths", lengths, dims=(1,)).tolist()
     counts = [prefix, *given]
     branch = ids_from_lengths(counts)
@@ -222,7 +222,7 @@ def ids_from_lengths(lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) 
     tensor([[0, 0, 1],
             [0, 1, 1]])
     """
-    with tensors_to_keep():
+    with tensors_to_capture():
         return _ids_from_lengths(lengths)
 
 
@@ -279,7 +279,7 @@ def _lengths_from_cu_seqlens(cu_seqlens: Sequence[int] | Tensor) -> Tensor:
 
 def _own_copy(tensor: Tensor) -> Tensor:
     """int64 The same numbers in memory that only the mask knows of."""
-    with tensors_to_keep():
+    with tensors_to_capture():
         return tensor.detach().to(torch.int64, copy=True)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.overrides import TorchFunctionMode
 
 from flexcp.eager import outside_of_fake_tensors, outside_of_transforms, tensors_to_keep
 from flexcp.errors import FlexCPError
@@ -20,7 +22,9 @@ from flexcp.grid.torch_block_mask import spread
 from flexcp.kernels.compiled_shapes import CompiledShapes, compiled_shapes_of
 from flexcp.kernels.interface import full_shapes
 from flexcp.masks import Mask
+from flexcp.masks.trace import trace_mask
 from flexcp.ops.arguments import check_mask_size
+from flexcp.torch_names import is_recorded, recorded_tensors
 
 BLOCK_MASK_FIELDS = tuple(inspect.signature(BlockMask.__init__).parameters)[1:]
 """What a BlockMask is made from, and has."""
@@ -34,18 +38,65 @@ class GraphMadeMask(BlockMask):
     There, attention is computed from the mask_mod; outside, it is a BlockMask like any other.
     """
 
+    made_of: tuple[object, ...] = ()
+    """The fields as they were made: with others, the lists need not follow from the mask_mod."""
+
+    def is_as_made(self) -> bool:
+        """Whether its mask_mod says all that its lists do."""
+        now = [getattr(self, name) for name in BLOCK_MASK_FIELDS]
+        return len(self.made_of) == len(now) and all(
+            x is y or (isinstance(x, tuple) and x == y)
+            for x, y in zip(self.made_of, now, strict=True)
+        )
+
 
 def in_graph(block_mask: BlockMask) -> GraphMadeMask:
     """A BlockMask that is being traced, as one whose mask_mod is part of the graph."""
-    return GraphMadeMask(**{name: getattr(block_mask, name) for name in BLOCK_MASK_FIELDS})
+    made = GraphMadeMask(**{name: getattr(block_mask, name) for name in BLOCK_MASK_FIELDS})
+    made.made_of = tuple(getattr(made, name) for name in BLOCK_MASK_FIELDS)
+    return made
 
 
 def compiled_shapes_for(block_mask: MaskLike | None, query: Tensor, key: Tensor) -> CompiledShapes:
     """The compiled shapes of a mask for these tensors, from the cache if it was used before."""
     if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
         return _every_pair(query.shape[2], key.shape[2])
+    recorded = recorded_tensors() if is_recorded() else None
     with outside_of_transforms(), outside_of_fake_tensors():
+        if recorded is not None and not isinstance(block_mask, BlockGrid):
+            _require_constants(block_mask, recorded)
         return compiled_shapes_of(_as_grid(block_mask, query, key))
+
+
+def _require_constants(mask: MaskLike, recorded: Container[Tensor]) -> None:
+    """What `make_fx` writes down has the mask in it as it is now; it is not one of its inputs."""
+    mask_mod = mask.mask_mod if isinstance(mask, (Mask, BlockMask)) else mask
+    if not callable(mask_mod):
+        return
+    with _Looking(recorded) as looking:
+        trace_mask(mask_mod)
+    if looking.found:
+        raise FlexCPError(
+            "a mask that captures no tensor which make_fx records",
+            "one that does, and would be written down as it is now",
+            "make the mask outside of what is recorded, or use torch.compile",
+        )
+
+
+class _Looking(TorchFunctionMode):
+    """Notices whether any of some tensors is used."""
+
+    def __init__(self, tensors: Container[Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.found = tensors, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for x in args:
+            for y in x if isinstance(x, (tuple, list)) else (x,):
+                self.found |= isinstance(y, Tensor) and y in self.tensors
+        return func(*args, **(kwargs or {}))
 
 
 def as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:

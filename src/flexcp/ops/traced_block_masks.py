@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexcp.errors import FlexCPError
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.mask_cache import GraphMadeMask
@@ -64,6 +65,7 @@ def in_graph_attention(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and the largest scores of one device, with a BlockMask of the graph."""
+    _check_size(mask, q, k)
     positions = positions_of(mask, q.device)
     dropout = Dropout(dropout_p, seed, positions=positions) if seed is not None else None
     if positions is not None and score_mod is not None:
@@ -75,13 +77,40 @@ def in_graph_attention(
     return found
 
 
+def _check_size(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """Raises unless a BlockMask was made for tensors like these; see `check_mask_size`."""
+    lengths, wanted = tuple(mask.seq_lengths), (q.shape[2], k.shape[2])
+    rows = mask.kv_num_blocks.shape[-1] * mask.BLOCK_SIZE[0]
+    if lengths != wanted or rows < wanted[0]:
+        raise FlexCPError(
+            f"a block_mask for q_len={wanted[0]} and kv_len={wanted[1]}, as the tensors are",
+            f"one made for q_len={lengths[0]} and kv_len={lengths[1]}, with lists for {rows} rows",
+            "make it for these lengths; it is not cropped or padded",
+        )
+    for name, size, have in zip(
+        ("batch elements", "heads"), q.shape[:2], _planes(mask.kv_num_blocks), strict=True
+    ):
+        if have not in (1, size):
+            raise FlexCPError(
+                f"a block_mask for {size} {name}, or for one that stands for all",
+                f"one for {have}",
+                "make it for as many as the query has, or with B=None and H=None",
+            )
+
+
+def _planes(num_blocks: Tensor) -> tuple[int, int]:
+    """Batch elements and heads that lists are of."""
+    batch, heads = (1, 1, *num_blocks.shape[:-1])[-2:]
+    return batch, heads
+
+
 def _mask_mod_of(block_mask: BlockMask) -> Callable[..., Tensor]:
     """The mask_mod of a BlockMask of the graph, which allows no more than its lists do.
 
     As in a kernel, pairs of a full tile are allowed without asking the mask_mod.
     """
     mask_mod = block_mask.mask_mod
-    if isinstance(block_mask, GraphMadeMask):  # its lists were made from the mask_mod
+    if isinstance(block_mask, GraphMadeMask) and block_mask.is_as_made():
         return mask_mod
     q_size, kv_size = block_mask.BLOCK_SIZE
     columns = (block_mask.seq_lengths[1] + kv_size - 1) // kv_size
