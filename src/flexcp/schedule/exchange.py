@@ -30,9 +30,9 @@ def exchange(
         few_rounds: If not 0: own rows first, then in this many rounds or in as many more as memory
             asks for an equal part of what every pair of ranks exchanges, so that no rank sends or
             receives more in one round than in another.
-        own_work: With few rounds: the work of every rank's own rows. A rank does as much of it in a
-            round as others' rows leave it time for, so that all ranks are through with a round at
-            the same time, and nobody waits for rows to be sent.
+        own_work: With few rounds: the work of every rank's own rows. A rank for which that is more
+            than its share of the first round does the rest where others' rows leave it time, so
+            that all ranks are through with a round at the same time, and nobody waits for rows.
     """
     layout = needs.layout
     limit = max(1, int(layout.counts.max()) * layout.batch_elements)
@@ -70,17 +70,18 @@ class OwnWork:
     """float64 [rounds, ranks] Work of some tasks, in so many rounds."""
 
     def spread(self, moves: Transfers, rounds: int) -> Tasks:
-        """Fills up what a rank computes with the rows of others in each round, as even as can be.
+        """The first round gets its share of a rank's work; the rest fills up the others.
 
-        Those arrive after the first round.
+        They have the rows of others to compute with, and are made as even as can be.
         """
         arrived = Tasks(moves.round, moves.target, moves.start, moves.stop)
         others = self.by_round(arrived, rounds)
         own = torch.zeros_like(others[0]).index_add_(0, self.rank, self.work)
+        first = torch.minimum(own, (own + others.sum(0)) / rounds)
         # Water in a vessel whose floor is the others' work: it is as high as the lowest of these.
-        counts = torch.arange(1, rounds + 1).unsqueeze(1)
-        level = ((others.sort(0).values.cumsum(0) + own) / counts).amin(0)
-        edges = (level - others).clamp_(min=0.0).cumsum(0)
+        counts, floor = torch.arange(1, rounds).unsqueeze(1), others[1:]
+        level = ((floor.sort(0).values.cumsum(0) + own - first) / counts).amin(0)
+        edges = torch.cat([first.unsqueeze(0), (level - floor).clamp_(min=0.0)]).cumsum(0)
         done = self.work.cumsum(0) - (own.cumsum(0) - own)[self.rank] - self.work / 2
         round_ = (edges[:-1, self.rank] < done).sum(0)
         opens = torch.ones_like(round_, dtype=torch.bool)
