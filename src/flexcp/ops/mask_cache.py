@@ -73,9 +73,9 @@ def _require_constants(mask: MaskLike, recorded: Container[Tensor]) -> None:
     mask_mod = mask.mask_mod if isinstance(mask, (Mask, BlockMask)) else mask
     if not callable(mask_mod):
         return
-    with _Looking(recorded) as looking:
+    with _Noticing(recorded) as noticing:
         trace_mask(mask_mod)
-    if looking.found:
+    if noticing.found:
         raise FlexCPError(
             "a mask that captures no tensor which make_fx records",
             "one that does, and would be written down as it is now",
@@ -83,7 +83,7 @@ def _require_constants(mask: MaskLike, recorded: Container[Tensor]) -> None:
         )
 
 
-class _Looking(TorchFunctionMode):
+class _Noticing(TorchFunctionMode):
     """Notices whether any of some tensors is used."""
 
     def __init__(self, tensors: Container[Tensor]) -> None:
