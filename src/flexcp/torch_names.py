@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -147,10 +147,10 @@ def is_recorded() -> bool:
     return _dispatch_mode(_mode_keys.PROXY) is not None
 
 
-def recorded_tensors() -> Container[Tensor]:
+def recorded_tensors() -> Collection[Tensor]:
     """Those that `make_fx` knows: what it writes down takes others in their place."""
     mode = _dispatch_mode(_mode_keys.PROXY)
-    found: Container[Tensor] = () if mode is None else mode.tracer.tensor_tracker
+    found: Collection[Tensor] = () if mode is None else mode.tracer.tensor_tracker
     return found
 
 

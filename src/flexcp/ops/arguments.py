@@ -216,13 +216,18 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 def check_mask_size(q: Tensor, k: Tensor, grid: BlockGrid) -> None:
     """Raises unless a block mask was made for tensors like these."""
-    if (grid.q_len, grid.kv_len) != (q.shape[2], k.shape[2]):
+    check_mask_lengths(q, k, grid.q_len, grid.kv_len)
+    grid.require_planes(*q.shape[:2])
+
+
+def check_mask_lengths(q: Tensor, k: Tensor, q_len: int, kv_len: int) -> None:
+    """Raises unless a block mask has the lengths of the tensors."""
+    if (q_len, kv_len) != (q.shape[2], k.shape[2]):
         raise FlexCPError(
             f"a block_mask for q_len={q.shape[2]} and kv_len={k.shape[2]}, as the tensors are",
-            f"one made for q_len={grid.q_len} and kv_len={grid.kv_len}",
+            f"one made for q_len={q_len} and kv_len={kv_len}",
             "build it for these lengths; it is not cropped or padded",
         )
-    grid.require_planes(*q.shape[:2])
 
 
 def as_dropout_p(p: float) -> float:

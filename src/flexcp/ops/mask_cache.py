@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ from flexcp.kernels.interface import full_shapes
 from flexcp.masks import Mask
 from flexcp.masks.trace import trace_mask
 from flexcp.ops.arguments import check_mask_size
-from flexcp.torch_names import is_recorded, recorded_tensors
+from flexcp.torch_names import recorded_tensors
 
 BLOCK_MASK_FIELDS = tuple(inspect.signature(BlockMask.__init__).parameters)[1:]
 """What a BlockMask is made from, and has."""
@@ -61,14 +61,13 @@ def compiled_shapes_for(block_mask: MaskLike | None, query: Tensor, key: Tensor)
     """The compiled shapes of a mask for these tensors, from the cache if it was used before."""
     if block_mask is None or 0 in (*query.shape[:3], key.shape[2]):
         return _every_pair(query.shape[2], key.shape[2])
-    recorded = recorded_tensors() if is_recorded() else None
-    with outside_of_transforms(), outside_of_fake_tensors():
-        if recorded is not None and not isinstance(block_mask, BlockGrid):
-            _require_constants(block_mask, recorded)
-        return compiled_shapes_of(_as_grid(block_mask, query, key))
+    with outside_of_transforms():
+        grid = as_grid(block_mask, query, key)
+        with outside_of_fake_tensors():
+            return compiled_shapes_of(grid)
 
 
-def _require_constants(mask: MaskLike, recorded: Container[Tensor]) -> None:
+def _require_constants(mask: MaskLike, recorded: Collection[Tensor]) -> None:
     """What `make_fx` writes down has the mask in it as it is now; it is not one of its inputs."""
     mask_mod = mask.mask_mod if isinstance(mask, (Mask, BlockMask)) else mask
     if not callable(mask_mod):
@@ -86,7 +85,7 @@ def _require_constants(mask: MaskLike, recorded: Container[Tensor]) -> None:
 class _Noticing(TorchFunctionMode):
     """Notices whether any of some tensors is used."""
 
-    def __init__(self, tensors: Container[Tensor]) -> None:
+    def __init__(self, tensors: Collection[Tensor]) -> None:
         super().__init__()
         self.tensors, self.found = tensors, False
 
@@ -101,7 +100,10 @@ class _Noticing(TorchFunctionMode):
 
 def as_grid(block_mask: MaskLike, query: Tensor, key: Tensor) -> BlockGrid:
     """The grid of whatever is passed as a mask, from the cache if it was used before."""
+    recorded = recorded_tensors()
     with outside_of_fake_tensors():
+        if recorded and not isinstance(block_mask, BlockGrid):
+            _require_constants(block_mask, recorded)
         return _as_grid(block_mask, query, key)
 
 

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexcp.errors import FlexCPError
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.score import ScoreFunction
+from flexcp.ops.arguments import check_mask_lengths
 from flexcp.ops.mask_cache import GraphMadeMask
 from flexcp.ops.positions import in_translation, looking_up, positions_of
 from flexcp.ops.traced_rows import attend_by_rows
@@ -79,13 +80,13 @@ def in_graph_attention(
 
 def _check_size(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     """Raises unless a BlockMask was made for tensors like these; see `check_mask_size`."""
-    lengths, wanted = tuple(mask.seq_lengths), (q.shape[2], k.shape[2])
+    check_mask_lengths(q, k, *mask.seq_lengths)
     rows = mask.kv_num_blocks.shape[-1] * mask.BLOCK_SIZE[0]
-    if lengths != wanted or rows < wanted[0]:
+    if rows < q.shape[2]:
         raise FlexCPError(
-            f"a block_mask for q_len={wanted[0]} and kv_len={wanted[1]}, as the tensors are",
-            f"one made for q_len={lengths[0]} and kv_len={lengths[1]}, with lists for {rows} rows",
-            "make it for these lengths; it is not cropped or padded",
+            f"a block_mask with lists for {q.shape[2]} queries",
+            f"one with lists for {rows}",
+            "make it with a list for every block of queries",
         )
     for name, size, have in zip(
         ("batch elements", "heads"), q.shape[:2], _planes(mask.kv_num_blocks), strict=True

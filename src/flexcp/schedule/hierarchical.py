@@ -33,24 +33,17 @@ class Relays:
     """Rows that come from another rank of the node, a round after it fetched them."""
 
     @classmethod
-    def of(
-        cls,
-        needs: Needs,
-        ranks_per_node: int,
-        own_work: OwnWork | None = None,
-        few_rounds: int = 1,
-    ) -> Relays:
+    def of(cls, needs: Needs, ranks_per_node: int, own_work: OwnWork | None = None) -> Relays:
         """Consecutive `ranks_per_node` ranks are a node; the last may have fewer.
 
-        The work of every rank's own rows, `own_work`, is spread over rounds. Rows are fetched in
-        `few_rounds` rounds, or in as many as memory asks for.
+        The work of every rank's own rows, `own_work`, is spread over rounds.
         """
         layout = needs.layout
         ways = _Ways.of(needs, ranks_per_node)
         limit = max(1, int(layout.counts.max()) * layout.batch_elements)
         fetched, passed = Transfers.none(), Transfers.none()
         relayed = torch.zeros(0, dtype=torch.bool)
-        rounds = few_rounds if len(ways.user) else 0
+        rounds = 1 if len(ways.user) else 0
         while rounds:
             distance = (ways.user - ways.owner) % layout.ranks
             which, number, start, stop = even_parts(
