@@ -74,3 +74,66 @@ def test_a_captured_int_and_a_tensor_without_dimensions_may_change_within_a_grap
         for actual, expected in zip(found, wanted, strict=True):
             assert_close(actual, expected)
     assert counter.frame_count == 2
+
+
+@pytest.mark.usefixtures("recomputed")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_bias_is_looked_up_for_pairs_that_may_attend_alone(dynamic: bool | None) -> None:
+    """Others may ask for what is not in it, as in a table that is as wide as the window."""
+    window, length = 20, 75
+    near = torch.randn(window + 1, dtype=torch.float64, requires_grad=True)
+    far = torch.randn(length, dtype=torch.float64, requires_grad=True)
+
+    def by(near: Tensor):  # type: ignore[no-untyped-def]
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return s * near[q - kv] + far[q - kv]
+
+        return score_mod
+
+    mask = masks.sliding_window(window)
+
+    def model(q: Tensor, k: Tensor, v: Tensor, near: Tensor) -> Tensor:
+        return flex_attention(q, k, v, by(near), mask, enable_gqa=True)
+
+    p = problem(q_len=length)
+    wanted = model(p.q, p.k, p.v, torch.cat([near, near.new_zeros(length)]))
+    found = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)(
+        p.q, p.k, p.v, near
+    )
+    assert_close(found, wanted)
+    gradients = (torch.autograd.grad(loss(x), [*p.inputs, near, far]) for x in (found, wanted))
+    for actual, expected in zip(*gradients, strict=True):
+        assert_close(actual, expected)
+
+
+def test_an_index_that_is_out_of_range_for_a_pair_that_may_attend_raises() -> None:
+    table, mask = torch.randn(20), masks.sliding_window(20)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, q, kv: s + table[q - kv], mask)
+
+    q, k, v = torch.randn(3, 1, 2, 64, 8)
+    with pytest.raises(IndexError, match="out of bounds"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
+
+
+def test_a_mask_that_is_made_inside_of_the_graph_is_refused() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, q, kv: s * 2, masks.causal())
+
+    q, k, v = torch.randn(3, 1, 2, 64, 8)
+    with pytest.raises(RuntimeError, match="a mask that exists before the compiled function"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_score_mod_can_be_exported(strict: bool) -> None:
+    mask = masks.causal()
+
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flex_attention(q, k, v, lambda s, b, h, q, kv: s * 2 + (q - kv), mask)
+
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
+    exported = torch.export.export(Model(), (q, k, v), strict=strict)
+    assert_close(exported.module()(q, k, v), Model()(q, k, v))

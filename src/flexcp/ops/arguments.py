@@ -41,8 +41,10 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Inside torch.compile, has_torch_function does not know of modes.
-        if function_mode_is_on() or has_torch_function(args):
+        # Inside torch.compile, has_torch_function does not know of modes. The modes of torch.export
+        # have nothing to say of it, and would not see what it does.
+        is_asked = function_mode_is_on() or has_torch_function(args)
+        if is_asked and not torch.compiler.is_exporting():
             return handle_torch_function(run, args, *args, **kwargs)
         return function(*args, **kwargs)
 

@@ -63,13 +63,18 @@ def handle_of(mask: MaskLike | None) -> Tensor | None:
 @constant_in_graphs
 def _constant_handle(mask: object) -> tuple[Tensor]:
     """The handle in a tuple: dynamo can't tell tensors apart that one function returns."""
+    require_made_outside(mask)
+    return (constant_handle(mask),)
+
+
+def require_made_outside(mask: object) -> None:
+    """Raises for a Mask that the function being traced has made: it has no fields yet."""
     if isinstance(mask, Mask) and not hasattr(mask, "mask_mod"):
         raise FlexCPError(
             "a mask that exists before the compiled function is called",
             "one that is made inside of it",
             "make it outside and pass it in; it may be another one at every call",
         )
-    return (constant_handle(mask),)
 
 
 def compiled_sharded_attention(

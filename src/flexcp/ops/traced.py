@@ -10,6 +10,7 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.program import forbidden_columns
 from flexcp.kernels.score import ScoreFunction
 from flexcp.ops.arguments import needs_gradients
-from flexcp.ops.compiled import handle_of
+from flexcp.ops.compiled import handle_of, require_made_outside
 from flexcp.ops.dropout import traced_kept
 from flexcp.ops.fetch import fetch_of, fetch_rows, work_on_fetched
 from flexcp.ops.mask_cache import MaskLike, compiled_shapes_for
@@ -31,9 +32,9 @@ from flexcp.ops.sharded import shifted
 from flexcp.ops.traced_plans import attend_over_any_plan
 from flexcp.ops.traced_rows import attend_by_rows, by_handle
 from flexcp.ops.traced_scores import (
+    ScoreSemantics,
     attend_to_scores,
     is_recomputed,
-    modified,
     run_block,
     semantics_of,
 )
@@ -52,7 +53,7 @@ class _Block:
     k0: int
     k1: int
     edges: tuple[tuple[int, int, Tensor], ...]
-    """Ranges of columns, and bool [rows, columns] where the pair may not attend."""
+    """Ranges of columns, ascending, and bool [rows, columns] where the pair may not attend."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +95,7 @@ def _work(
 
 @constant_in_graphs
 def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
+    require_made_outside(mask)
     batch, heads, q_len, kv_heads, kv_len = sizes
     query = torch.empty(batch, heads, q_len, 1, device="meta")
     key = torch.empty(batch, kv_heads, kv_len, 1, device="meta")
@@ -302,10 +304,14 @@ def _run_head_group(
     )
     sink = None if sinks is None else sinks.to(dtype)[h][None, :, None, None]
 
-    def rows(block: _Block, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def rows(
+        block: _Block, semantics: ScoreSemantics, q: Tensor, k: Tensor, v: Tensor
+    ) -> list[Tensor]:
         q_pos = work.q_positions[block.q0 : block.q1].to(device)
         kv_pos = work.kv_positions[block.k0 : block.k1].to(device)
-        scores = modified(score_mod, q @ k.transpose(-1, -2), b, h, q_pos, kv_pos)
+        products = q @ k.transpose(-1, -2)
+        allowed = _allowed_pairs(block, products) if block.edges else None
+        scores = semantics.modify(score_mod, products, allowed, b, h, q_pos, kv_pos)
         for c0, c1, pairs in block.edges:
             edge = scores[..., c0:c1].masked_fill(pairs.to(device), -torch.inf)
             scores = torch.cat([scores[..., :c0], edge, scores[..., c1:]], dim=-1)
@@ -338,7 +344,7 @@ def _run_head_group(
             parts.append(_fully_masked(q[:, :, done : block.q0], v, sink))
         keys = slice(block.k0, block.k1)
         part = run_block(
-            again, semantics, lambda *x, block=block: rows(block, *x),
+            again, semantics, partial(rows, block),
             q[:, :, block.q0 : block.q1], k[:, :, keys], v[:, :, keys],
         )  # fmt: skip
         parts.append(part)
@@ -346,6 +352,16 @@ def _run_head_group(
     if done < q.shape[2]:
         parts.append(_fully_masked(q[:, :, done:], v, sink))
     return [torch.cat(found, dim=2) for found in zip(*parts, strict=True)]
+
+
+def _allowed_pairs(block: _Block, scores: Tensor) -> Tensor:
+    """Bool, of the shape of a block's scores: which pairs may attend."""
+    rows, columns, done, parts = *scores.shape[-2:], 0, []
+    for c0, c1, pairs in block.edges:
+        parts += [scores.new_ones(rows, c0 - done, dtype=torch.bool), ~pairs.to(scores.device)]
+        done = c1
+    parts.append(scores.new_ones(rows, columns - done, dtype=torch.bool))
+    return torch.cat(parts, dim=1).expand_as(scores)
 
 
 def _fully_masked(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:

@@ -9,6 +9,7 @@ graph has no handle; its function is part of the graph as the score_mod is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.dropout import traced_kept
 from flexcp.ops.mask_cache import compiled_shapes_for
 from flexcp.ops.traced_scores import (
+    ScoreSemantics,
     attend_to_scores,
     is_recomputed,
-    modified,
-    over_pairs,
+    over_axes,
     run_block,
     semantics_of,
 )
@@ -78,16 +79,19 @@ def attend_by_rows(
     sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
     again = is_recomputed(needs_gradients(q, k, v, sinks), batch * heads * length * k.shape[2])
 
-    def block_of_rows(i: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def block_of_rows(
+        i: int, semantics: ScoreSemantics, q: Tensor, k: Tensor, v: Tensor
+    ) -> list[Tensor]:
         rows_at = q_at[i]
         at = rows_at if positions is None else positions.index_select(0, rows_at)
         scores = q @ k.transpose(-1, -2)
-        if score_mod is not None:
-            scores = modified(score_mod, scores, b, h, at, kv_at)
-        if forbidden is not None:
-            scores = scores.masked_fill(forbidden(rows_at), -torch.inf)
+        allowed = None if forbidden is None else ~forbidden(rows_at)
         if mask_mod is not None:
-            allowed = over_pairs(mask_mod)(b, h, at, kv_at)
+            within = over_axes(mask_mod, (), (b, h, at, kv_at))
+            allowed = within if allowed is None else allowed & within
+        if score_mod is not None:
+            scores = semantics.modify(score_mod, scores, allowed, b, h, at, kv_at)
+        if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
         kept = None
         if dropout is not None:
@@ -106,7 +110,7 @@ def attend_by_rows(
     semantics = semantics_of(again, score_mod, b, h, q_at[0], kv_at)
     parts = [
         run_block(
-            again, semantics, lambda *x, i=i: block_of_rows(i, *x),
+            again, semantics, partial(block_of_rows, i),
             scaled.index_select(2, q_at[i]), keys, values,
         )
         for i in range(blocks)

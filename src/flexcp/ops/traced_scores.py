@@ -35,7 +35,9 @@ class ScoreSemantics(TorchFunctionMode):
     A lookup by tensors is a gather: torch reads the number in a tensor without dimensions and looks
     up by that, which a graph can't. And a captured int, which may be another one in the next call,
     is a tensor, since `torch.func.vmap` can't compute with symbols. Gradients of captured
-    half-precision tensors are summed in float32.
+    half-precision tensors are summed in float32. And what is looked up at a place that was computed
+    is looked up for pairs that may attend alone: at others the place may be outside of the table,
+    as that of a relative bias which is as wide as a window.
 
     Args:
         copies: Of half-precision tensors, each beside its float32 copy, that are known already.
@@ -46,6 +48,41 @@ class ScoreSemantics(TorchFunctionMode):
         self.copies = list(copies)
         """Half-precision tensors that were looked up, each beside its float32 copy."""
         self._entries = WideEntries()
+        self._allowed: Tensor | None = None
+        self._arguments: tuple[Tensor, ...] = ()
+
+    def modify(
+        self,
+        score_mod: ScoreFunction,
+        scores: Tensor,
+        allowed: Tensor | None,
+        b: Tensor,
+        h: Tensor,
+        q: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
+        """Scores [B, H, rows, columns] as a score_mod changes each of them.
+
+        Args:
+            score_mod: The score function.
+            scores: [B, H, rows, columns].
+            allowed: Bool, of the same shape, which pairs may attend; None if all.
+            b: int64 [B] Batch elements.
+            h: int64 [H] Query heads.
+            q: int64 [rows] Queries.
+            kv: int64 [columns] Keys.
+        """
+
+        def on_one(score: Tensor, *of_pair: Tensor) -> Tensor:
+            self._allowed = None if allowed is None else of_pair[0]
+            self._arguments = of_pair[-4:]
+            return score_mod(score, *self._arguments)
+
+        given = (scores,) if allowed is None else (scores, allowed)
+        with self:
+            found = over_axes(on_one, given, (b, h, q, kv))
+        self._allowed, self._arguments = None, ()
+        return found.to(scores.dtype) if found.is_floating_point() else found
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -55,6 +92,7 @@ class ScoreSemantics(TorchFunctionMode):
             table, index = args
             indices = list(index) if isinstance(index, tuple) else [index]
             if all(isinstance(i, Tensor) for i in indices):
+                indices = [self._within(i) for i in indices]
                 copy = self._copy_of(table)
                 if copy is None:
                     return torch.ops.aten.index.Tensor(table, indices)
@@ -67,6 +105,13 @@ class ScoreSemantics(TorchFunctionMode):
             # torch.compile knows such a method of a tensor, but not the function that it is.
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         return self._entries.call(func, args, kwargs or {})
+
+    def _within(self, index: Tensor) -> Tensor:
+        """An index, without what pairs ask for that may not attend."""
+        is_given = any(index is x for x in self._arguments)
+        if self._allowed is None or is_given or index.dtype == torch.bool:
+            return index
+        return torch.where(self._allowed, index, 0)
 
     def _copy_of(self, table: Tensor) -> Tensor | None:
         """In float32, of a half-precision tensor that gets a gradient; one for all blocks."""
@@ -105,11 +150,9 @@ def semantics_of(
         kv: int64 Keys.
     """
     semantics = ScoreSemantics()
-    if recomputed:
-        with semantics:
-            if score_mod is not None:
-                score = torch.zeros(1, 1, 1, 1, device=b.device)
-                modified(score_mod, score, b[:1], h[:1], q[:1], kv[:1])
+    if recomputed and score_mod is not None:
+        score = torch.zeros(1, 1, 1, 1, device=b.device)
+        semantics.modify(score_mod, score, None, b[:1], h[:1], q[:1], kv[:1])
     return semantics
 
 
@@ -119,44 +162,46 @@ def run_block(
     block: Callable[..., list[Tensor]],
     *tensors: Tensor,
 ) -> list[Tensor]:
-    """What a block of rows gives; all blocks of a call have the same semantics."""
+    """What a block of rows gives, a function of semantics and tensors.
+
+    All blocks of a call have the same semantics.
+    """
     if not recomputed:
-        with semantics:
-            return block(*tensors)
+        return block(semantics, *tensors)
     copies = semantics.copies
 
     def again(*tensors: Tensor) -> list[Tensor]:
-        with ScoreSemantics(copies):
-            return block(*tensors)
+        return block(ScoreSemantics(copies), *tensors)
 
     found: list[Tensor] = checkpoint(again, *tensors, use_reentrant=False, preserve_rng_state=False)
     return found
 
 
-def modified(
-    score_mod: ScoreFunction, scores: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
+def over_axes(
+    function: Callable[..., Tensor],
+    given: tuple[Tensor, ...],
+    axes: tuple[Tensor, ...],
+    at: tuple[Tensor, ...] = (),
 ) -> Tensor:
-    """Scores [B, H, rows, columns] as a score_mod changes each of them."""
-    mapped = score_mod
-    for dims in (
-        (0, None, None, None, 0),
-        (0, None, None, 0, None),
-        (0, None, 0, None, None),
-        (0, 0, None, None, None),
-    ):
-        mapped = torch.func.vmap(mapped, in_dims=dims)
-    found = mapped(scores, b, h, q, kv)
-    return found.to(scores.dtype) if found.is_floating_point() else found
+    """What a function of numbers gives for all of them: [B, H, rows, columns], say.
 
+    Every axis is mapped with no more than what it changes, since a compiler follows each step by
+    which torch takes arguments apart.
 
-def over_pairs(mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A mask_mod of whole axes: b [B], h [H], q [rows], kv [columns] give [B, H, rows, columns]."""
-    mapped = mask_mod
-    for dims in (
-        (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None),
-    ):  # fmt: skip
-        mapped = torch.func.vmap(mapped, in_dims=dims)
-    return mapped
+    Args:
+        function: Of an element of each of `given`, and one of each of `axes`.
+        given: Tensors with a dimension for each axis.
+        axes: int64 [n] each.
+        at: Elements of axes that came before.
+    """
+    if not axes:
+        return function(*given, *at)
+
+    def of_one(number: Tensor, *given: Tensor) -> Tensor:
+        return over_axes(function, given, axes[1:], (*at, number))
+
+    found: Tensor = torch.func.vmap(of_one)(axes[0], *given)
+    return found
 
 
 def attend_to_scores(
