@@ -24,14 +24,13 @@ class FlexCPError(ValueError):
     is_of_peer = False
     """Whether another rank is the reason: the others know of it, or will find out by themselves."""
 
-    def __init__(self, expected: str, got: str, fix: str) -> None:
-        super().__init__(f"expected {expected}, got {got}; {fix}")
+    def __init__(self, expected: str, got: str, fix: str) -> None:  # torch.compile can follow it
         self.expected = expected
         self.got = got
         self.fix = fix
 
-    def __reduce__(self) -> tuple[type[FlexCPError], tuple[str, str, str]]:
-        return type(self), (self.expected, self.got, self.fix)
+    def __str__(self) -> str:
+        return f"expected {self.expected}, got {self.got}; {self.fix}"
 
 
 def peer_error(expected: str, got: str, fix: str) -> FlexCPError:

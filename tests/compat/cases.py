@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.testing.processes import spawn
 
 TOLERANCE = 1e-10

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.compat.context_parallel import context_parallel, flex_cp_allgather, set_rotate_method
 from flexcp.testing.processes import spawn
 

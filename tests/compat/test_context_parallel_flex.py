@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import flexcp
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.compat.context_parallel import (
     _context_parallel_shard,
     _ContextParallel,

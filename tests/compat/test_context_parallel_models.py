@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from flexcp import FlexCPError
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.compat import context_parallel as ours
 from flexcp.compat.flex_attention import create_block_mask
 from flexcp.testing.processes import spawn

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa_by_name
 
 import flexcp
 from flexcp import FlexCPError, masks, testing
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.compat.flex_attention import flex_attention as compat_flex_attention
 from flexcp.testing.tolerance import assert_close
 

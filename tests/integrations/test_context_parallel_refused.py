@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 import flexcp
 from flexcp import FlexCPError, masks, testing
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 
 from .attention_layer import (
     ATTENTIONS,

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 import flexcp
 from flexcp import FlexCPError, masks, testing
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.testing.tolerance import assert_close
 
 from .attention_layer import (

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexcp
 from flexcp import masks, testing
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.compat.flex_attention import flex_attention as compat_flex_attention
 from flexcp.integrations._torch_flex import refusal_behind
 from flexcp.testing.tolerance import assert_close

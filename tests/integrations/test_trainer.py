@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from flexcp import FlexCPError
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.integrations import transformers as hf
 from flexcp.integrations.transformers.trainer import check_loss
 from flexcp.testing import spawn

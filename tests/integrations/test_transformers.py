@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from flexcp import FlexCPError
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.integrations import transformers as hf
 from flexcp.testing import simulate
 from flexcp.testing.tolerance import assert_close, relative_error

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from flexcp import FlexCPError
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.integrations import transformers as hf
 from flexcp.integrations.transformers.attached import SHARDING
 from flexcp.testing import simulate

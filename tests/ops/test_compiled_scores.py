@@ -8,7 +8,8 @@ from kernels.cases import loss, problem
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexcp import masks
+from flexcp import FlexCPError, masks
+from flexcp.compat.flex_attention import create_block_mask
 from flexcp.ops import flex_attention, traced_scores
 from flexcp.testing.tolerance import assert_close
 
@@ -137,3 +138,35 @@ def test_a_score_mod_can_be_exported(strict: bool) -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
     exported = torch.export.export(Model(), (q, k, v), strict=strict)
     assert_close(exported.module()(q, k, v), Model()(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dropout_p": 2.0}, "dropout_p to be a number of at least 0"),
+        ({"score_mod": lambda s, b, h, q, kv: q > kv}, "score_mod to return dtype torch.float32"),
+    ],
+)
+def test_an_error_inside_of_a_graph_says_what_it_is_about(options, told) -> None:  # type: ignore[no-untyped-def]
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, **options)
+
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    with pytest.raises(FlexCPError, match=told):
+        torch.compile(model, backend="aot_eager")(q, k, v)
+    with pytest.raises(RuntimeError, match=told):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_attend_to_or_with_in_a_mask_of_the_graph(q_len: int, kv_len: int) -> None:
+    def model(q: Tensor, k: Tensor) -> Tensor:
+        mask = create_block_mask(
+            lambda b, h, q, kv: q >= kv, None, None, q.shape[2], k.shape[2], device="cpu"
+        )
+        return flex_attention(q, k, k, lambda s, b, h, q, kv: s * 2, mask)
+
+    q = torch.randn(1, 2, q_len, 4, requires_grad=True)
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(q, torch.randn(1, 2, kv_len, 4))
+    assert torch.equal(out, torch.zeros(1, 2, q_len, 4))
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], torch.zeros_like(q))

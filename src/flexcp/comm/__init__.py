@@ -2,7 +2,8 @@
 
 from flexcp.comm.interface import Pending, Transport
 from flexcp.comm.labels import CallLabel, PassLabel, RoundLabel
-from flexcp.comm.simulated import RankError, SimulatedMesh, SimulatedTransport, World
+from flexcp.comm.rank_errors import RankError
+from flexcp.comm.simulated import SimulatedMesh, SimulatedTransport, World
 
 __all__ = [
     "CallLabel",

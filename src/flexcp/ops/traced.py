@@ -34,6 +34,8 @@ from flexcp.ops.traced_rows import attend_by_rows, by_handle
 from flexcp.ops.traced_scores import (
     ScoreSemantics,
     attend_to_scores,
+    fully_masked,
+    fully_masked_rows,
     is_recomputed,
     run_block,
     semantics_of,
@@ -208,14 +210,14 @@ def _attend_to(
             fetched = fetched.permute(1, 2, 0, 3)
         keys = (k, v) if fetched is None else (fetched[..., :d], fetched[..., d:])
         if not work:
-            return _fully_masked_rows(q, v, sinks)
+            return fully_masked_rows(q, v, sinks)
         return _run_work(work[0], q, *keys, score_mod, scale, sinks, dropout)
     by_number = {each.b: each for each in work}
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for b in range(q.shape[0]):
         each, own = by_number.get(b), q[b : b + 1]
         if each is None:
-            parts.append(_fully_masked_rows(own, v, sinks))
+            parts.append(fully_masked_rows(own, v, sinks))
             continue
         picked = fetched[torch.tensor(each.keys, device=fetched.device)]
         rows = picked.permute(1, 0, 2)[None]
@@ -341,7 +343,7 @@ def _run_head_group(
     done = 0
     for block in blocks:
         if block.q0 > done:
-            parts.append(_fully_masked(q[:, :, done : block.q0], v, sink))
+            parts.append(fully_masked(q[:, :, done : block.q0], v, sink))
         keys = slice(block.k0, block.k1)
         part = run_block(
             again, semantics, partial(rows, block),
@@ -350,7 +352,7 @@ def _run_head_group(
         parts.append(part)
         done = block.q1
     if done < q.shape[2]:
-        parts.append(_fully_masked(q[:, :, done:], v, sink))
+        parts.append(fully_masked(q[:, :, done:], v, sink))
     return [torch.cat(found, dim=2) for found in zip(*parts, strict=True)]
 
 
@@ -362,23 +364,3 @@ def _allowed_pairs(block: _Block, scores: Tensor) -> Tensor:
         done = c1
     parts.append(scores.new_ones(rows, columns - done, dtype=torch.bool))
     return torch.cat(parts, dim=1).expand_as(scores)
-
-
-def _fully_masked(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
-    """out, lse and largest score of rows that see no key."""
-    nothing = q.new_full(q.shape[:3], -torch.inf)
-    return [
-        q.new_zeros((*q.shape[:3], v.shape[-1])),
-        nothing if sink is None else sink.squeeze(-1).expand(q.shape[:3]),
-        nothing,
-    ]
-
-
-def _fully_masked_rows(
-    query: Tensor, value: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and largest score of queries that see no key, in the types that others have."""
-    dtype = accumulation_dtype(query.dtype)
-    sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
-    out, lse, highest = _fully_masked(query.to(dtype), value, sink)
-    return out.to(query.dtype), lse, highest

@@ -25,6 +25,7 @@ from flexcp.ops.mask_cache import compiled_shapes_for
 from flexcp.ops.traced_scores import (
     ScoreSemantics,
     attend_to_scores,
+    fully_masked_rows,
     is_recomputed,
     over_axes,
     run_block,
@@ -65,6 +66,8 @@ def attend_by_rows(
     """
     dtype, device = accumulation_dtype(q.dtype), q.device
     batch, heads, length = q.shape[:3]
+    if length == 0 or k.shape[2] == 0:
+        return fully_masked_rows(q, v, sinks)
     blocks = _row_blocks(length)
     rows = (length + blocks - 1) // blocks
     b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)

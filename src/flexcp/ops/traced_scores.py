@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from flexcp.errors import FlexCPError
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.kernels.score import ScoreFunction
 from flexcp.kernels.wide_sums import WideEntries, is_half
 
@@ -82,7 +84,14 @@ class ScoreSemantics(TorchFunctionMode):
         with self:
             found = over_axes(on_one, given, (b, h, q, kv))
         self._allowed, self._arguments = None, ()
-        return found.to(scores.dtype) if found.is_floating_point() else found
+        if not found.is_floating_point():
+            raise FlexCPError(
+                f"score_mod to return dtype {scores.dtype}, the type of the scores, or another of "
+                "floats",
+                f"{found.dtype}",
+                "return the modified score, or end with .to(score.dtype)",
+            )
+        return found.to(scores.dtype)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -224,3 +233,24 @@ def attend_to_scores(
     if kept is not None:
         weights = torch.where(kept, weights * factor, 0.0)
     return [weights @ v, lse.masked_fill(hidden, -torch.inf).squeeze(-1), highest]
+
+
+def fully_masked(q: Tensor, v: Tensor, sink: Tensor | None) -> list[Tensor]:
+    """out, lse and largest score of rows that see no key."""
+    nothing = q.new_full(q.shape[:3], -torch.inf)
+    return [
+        q.new_zeros((*q.shape[:3], v.shape[-1])),
+        nothing if sink is None else sink.squeeze(-1).expand(q.shape[:3]),
+        nothing,
+    ]
+
+
+def fully_masked_rows(
+    query: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and largest score of queries that see no key, in the types that others have."""
+    dtype = accumulation_dtype(query.dtype)
+    sink = None if sinks is None else sinks.to(dtype)[None, :, None, None]
+    out, lse, highest = fully_masked(query.to(dtype), value, sink)
+    # Of nothing, so that a backward pass finds what it starts from, and gives zeros.
+    return out.to(query.dtype) + query[..., :0].sum(), lse, highest

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from flexcp.comm.faults import names_of
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.errors import FlexCPError, finite_number, whole_number
 from flexcp.testing.world import mesh_shape, require_function
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexcp.batch import document_ids
-from flexcp.comm.simulated import RankError
+from flexcp.comm.rank_errors import RankError
 from flexcp.errors import FlexCPError, check_flags
 from flexcp.layout import Layout
 from flexcp.masks import Mask, MaskMod, causal, document
