@@ -31,6 +31,7 @@ def pytest_collection_finish() -> None:
     """Nobody looks through all that is imported for garbage: every collection did, in ranks too."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)  # nor, for what a compiler makes, all the time
 
 
 def pytest_unconfigure() -> None:

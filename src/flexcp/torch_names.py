@@ -196,11 +196,15 @@ def constant_in_graphs(function: F) -> F:
 def compiles_for_many() -> bool:
     """Whether the graph being made is for more than the call at hand.
 
-    Asked while dynamo traces a function: for dynamic shapes, or not for the first time.
+    Asked while dynamo traces a function: for dynamic shapes, or not for the first time. Or it is
+    what torch's flex_attention compiles when it is called by itself: of all its graphs, any may run
+    a call again in a backward pass, and has to keep for it what the first one kept.
     """
     compilation = find("torch._guards.CompileContext").current_compile_id()
     again = compilation is not None and bool(compilation.frame_compile_id)
-    return again or not find("torch._dynamo.config").assume_static_by_default
+    frames = find("torch._guards.TracingContext").extract_stack()
+    by_itself = any(frame.name == "_flex_attention_hop_wrapper" for frame in frames)
+    return again or by_itself or not find("torch._dynamo.config").assume_static_by_default
 
 
 def mark_varying(x: Tensor, dim: int) -> None:
