@@ -21,6 +21,25 @@ _numbers = itertools.count()
 _owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 
+class GraphOwner:
+    """What has a handle: a mask or a plan.
+
+    The first graph of a function may be for one owner alone; the next one is for all others. Which
+    of two graphs that both fit would run an owner depends on what ran before, and a checkpoint that
+    runs it again has to keep what the first pass kept. So graphs for all ask for `own_graph`, which
+    is part of what they fit, and an owner that has a graph goes on in that one.
+    """
+
+    own_graph: str = ""
+    """Of which function there is a compiled graph for this owner alone: the last one's name."""
+
+
+def note_own_graph(owner: object, function: str) -> None:
+    """Notes that a graph of a function is for one owner alone."""
+    if isinstance(owner, GraphOwner):
+        object.__setattr__(owner, "own_graph", function)
+
+
 def new_graph_handle(owner: object) -> Tensor | None:
     """An int64 tensor of shape () from which `owner_of` finds the owner again.
 

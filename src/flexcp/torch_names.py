@@ -207,6 +207,11 @@ def compiles_for_many() -> bool:
     return again or by_itself or not find("torch._dynamo.config").assume_static_by_default
 
 
+def compiled_frame() -> str:
+    """Which function dynamo is tracing, as it numbers them; asked while it does."""
+    return str(find("torch._guards.CompileContext").current_compile_id().frame_id)
+
+
 def mark_varying(x: Tensor, dim: int) -> None:
     """Graphs are made for any size of a dimension, as after `torch._dynamo.maybe_mark_dynamic`.
 

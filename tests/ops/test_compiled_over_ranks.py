@@ -297,3 +297,25 @@ def test_faults_are_found_before_data_moves_as_outside():
 
     with pytest.raises(RankError, match=r"same call of attention, got plan: .* on ranks \[0\]"):
         testing.simulate(rank, 2)
+
+
+def test_a_checkpoint_of_a_compiled_layer_runs_the_graph_of_its_plan_again():
+    """Of one plan's own graph and that of all others: they keep other tensors for backward."""
+
+    def layer(q, k, v, plan):
+        return flexcp.attention(q, k, v, plan, score_mod=lambda s, b, h, q, kv: s * (h + 1) / 2)
+
+    def run(mesh, layer):
+        plans = [plan_for(mesh, m, layout="head_tail") for m in (CAUSAL, SLIDING, CAUSAL)]
+        q, k, v = (plans[0].shard(x, 2).requires_grad_() for x in FULL)
+        out = q
+        for plan in plans:
+            out = checkpoint(layer, out, k, v, plan, use_reentrant=False)
+        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter)
+    (wanted,), (found,) = (testing.simulate(lambda m, f=f: run(m, f), 1) for f in (layer, compiled))
+    for actual, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert counter.frame_count == 2

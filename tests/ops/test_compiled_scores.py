@@ -7,6 +7,7 @@ import torch
 from kernels.cases import loss, problem
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from flexcp import FlexCPError, masks
 from flexcp.compat.flex_attention import create_block_mask
@@ -172,3 +173,25 @@ def test_nothing_to_attend_to_or_with_in_a_mask_of_the_graph(q_len: int, kv_len:
     out = torch.compile(model, backend="aot_eager", fullgraph=True)(q, torch.randn(1, 2, kv_len, 4))
     assert torch.equal(out, torch.zeros(1, 2, q_len, 4))
     assert torch.equal(torch.autograd.grad(out.sum(), q)[0], torch.zeros_like(q))
+
+
+def test_a_checkpoint_of_a_compiled_layer_runs_the_graph_that_it_ran_before() -> None:
+    """Of one mask's own graph and that of all others: they keep other tensors for backward."""
+    layers = [masks.causal(), masks.sliding_window(3), masks.sliding_window(9), masks.causal()]
+
+    def layer(x: Tensor, mask: masks.Mask) -> Tensor:
+        return flex_attention(x, x, x, lambda s, b, h, q, kv: s * (h + 1) / 2, mask)
+
+    def run(layer) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        x = out = torch.randn(1, 2, 40, 8, dtype=torch.float64, requires_grad=True)
+        for mask in layers:
+            out = checkpoint(layer, out, mask, use_reentrant=False)
+        return [out, *torch.autograd.grad(out.sum(), x)]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    wanted = run(layer)
+    torch.manual_seed(0)
+    for found, want in zip(run(torch.compile(layer, backend=counter)), wanted, strict=True):
+        assert_close(found, want)
+    assert counter.frame_count == 2

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 from flexcp.compat._attention import AuxOutput, AuxRequest, FlexKernelOptions, flex_attention
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError, check_flags, told, whole_number
-from flexcp.graph_handles import new_graph_handle
+from flexcp.graph_handles import GraphOwner, new_graph_handle
 from flexcp.grid import build_block_grid
 from flexcp.grid.torch_block_mask import as_device
 from flexcp.masks import Mask, MaskMod
@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 
-class GraphBlockMask(BlockMask):
+class GraphBlockMask(BlockMask, GraphOwner):
     """torch's BlockMask with a graph handle, so that one compiled graph runs all of them."""
 
     graph_handle: Tensor | None
@@ -94,7 +94,7 @@ class GraphBlockMask(BlockMask):
         """A copy is another mask: its handle must not find the one that it was copied from."""
         for name, value in state.items():
             setattr(self, name, value)
-        self.graph_handle = new_graph_handle(self)
+        self.graph_handle, self.own_graph = new_graph_handle(self), ""
 
 
 def create_block_mask(

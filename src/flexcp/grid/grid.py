@@ -12,7 +12,7 @@ from torch import Tensor
 from flexcp.caches import Derived
 from flexcp.eager import run_eagerly_on_cpu
 from flexcp.errors import FlexCPError, as_whole, quote
-from flexcp.graph_handles import new_graph_handle
+from flexcp.graph_handles import GraphOwner, new_graph_handle
 from flexcp.grid.analysis.area import partial_areas
 from flexcp.grid.analysis.axis import Axis
 from flexcp.grid.analysis.descent import Effort
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockGrid:
+class BlockGrid(GraphOwner):
     """The kinds of all tiles of a mask, and its exact areas on demand.
 
     Tiles are `block_size[0]` queries by `block_size[1]` keys; the last ones may be smaller. Storage

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexcp.caches import Derived
 from flexcp.errors import FlexCPError, require, told, whole_number
-from flexcp.graph_handles import new_graph_handle
+from flexcp.graph_handles import GraphOwner, new_graph_handle
 from flexcp.masks.recipe import (
     Recipe,
     TensorValue,
@@ -29,7 +29,7 @@ from flexcp.masks.trace import MaskMod, describe
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(GraphOwner):
     """A mask_mod with set algebra: `&` (both), `|` (either), `~` (not).
 
     Any FlexAttention `mask_mod` becomes a Mask, and wherever flexcp takes a Mask it takes the

@@ -49,6 +49,8 @@ def positions_of(
     block_mask: object, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """The global positions that `keep_positions` noted for a BlockMask, if any."""
+    if not isinstance(block_mask, BlockMask):
+        return None  # without a look at its mask_mod, on whose code dynamo would guard
     mask_mod = getattr(block_mask, "mask_mod", None)
     found: tuple[Tensor, Tensor] | None = getattr(mask_mod, "_flexcp_positions", None)
     if found is None or device is None:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flexcp.graph_handles import note_own_graph
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.head_groups import HeadGroup, select
@@ -41,7 +42,7 @@ from flexcp.ops.traced_scores import (
     semantics_of,
 )
 from flexcp.plan import Plan
-from flexcp.torch_names import compiles_for_many, constant_in_graphs
+from flexcp.torch_names import compiled_frame, compiles_for_many, constant_in_graphs
 
 _ROWS = 256
 
@@ -98,6 +99,7 @@ def _work(
 @constant_in_graphs
 def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
     require_made_outside(mask)
+    note_own_graph(mask, compiled_frame())
     batch, heads, q_len, kv_heads, kv_len = sizes
     query = torch.empty(batch, heads, q_len, 1, device="meta")
     key = torch.empty(batch, kv_heads, kv_len, 1, device="meta")
@@ -109,6 +111,7 @@ def _sharded_work(
     plan: Plan, mask: str, batch: int, heads: int, kv_heads: int
 ) -> tuple[int, list[TracedWork]]:
     """How many rows are fetched, and what is computed with them."""
+    note_own_graph(plan, compiled_frame())
     fetch = fetch_of(plan, mask)
     found = []
     for work in work_on_fetched(plan, mask):
@@ -133,6 +136,7 @@ def traced_local_attention(
     positions = positions_of(mask, q.device)
     dropout = Dropout(dropout_p, seed, positions=positions) if seed is not None else None
     if positions is None and compiles_for_many():
+        bool(getattr(mask, "own_graph", ""))  # makes dynamo guard on it
         forbidden = by_handle(handle_of(mask), q, k)
         return attend_by_rows(q, k, v, forbidden, None, score_mod, scale, sinks, dropout)
     if positions is not None:
@@ -163,6 +167,7 @@ def traced_sharded_attention(
     name = plan.mask_name(mask)
     plan.require_mesh()
     if compiles_for_many():
+        bool(plan.own_graph)  # makes dynamo guard on it
         return attend_over_any_plan(
             q, k, v, plan, name, score_mod, scale, sinks, gradients, dropout_p, seed, first_head
         )

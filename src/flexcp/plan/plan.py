@@ -17,7 +17,7 @@ from flexcp.comm.gather import gather_shards
 from flexcp.comm.interface import Transport
 from flexcp.comm.labels import CallLabel
 from flexcp.errors import FlexCPError, quote, require, whole_number
-from flexcp.graph_handles import numbered_handle
+from flexcp.graph_handles import GraphOwner, numbered_handle
 from flexcp.grid import BlockGrid
 from flexcp.layout import Layout
 from flexcp.plan import shard_ops
@@ -35,7 +35,7 @@ from flexcp.torch_names import mark_varying
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(GraphOwner):
     """Who owns which tokens, what moves when, and what it costs; the same on every rank.
 
     >>> import flexcp
