@@ -33,11 +33,9 @@ class GraphOwner:
     own_graph: str = ""
     """Of which function there is a compiled graph for this owner alone: the last one's name."""
 
-
-def note_own_graph(owner: object, function: str) -> None:
-    """Notes that a graph of a function is for one owner alone."""
-    if isinstance(owner, GraphOwner):
-        object.__setattr__(owner, "own_graph", function)
+    def note_own_graph(self, function: str) -> None:
+        """Notes that a graph of a function is for this owner alone."""
+        object.__setattr__(self, "own_graph", function)
 
 
 def new_graph_handle(owner: object) -> Tensor | None:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexcp.graph_handles import note_own_graph
+from flexcp.graph_handles import GraphOwner
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.head_groups import HeadGroup, select
@@ -99,7 +99,8 @@ def _work(
 @constant_in_graphs
 def _local_work(mask: MaskLike | None, *sizes: int) -> list[TracedWork]:
     require_made_outside(mask)
-    note_own_graph(mask, compiled_frame())
+    if isinstance(mask, GraphOwner):
+        mask.note_own_graph(compiled_frame())
     batch, heads, q_len, kv_heads, kv_len = sizes
     query = torch.empty(batch, heads, q_len, 1, device="meta")
     key = torch.empty(batch, kv_heads, kv_len, 1, device="meta")
@@ -111,7 +112,7 @@ def _sharded_work(
     plan: Plan, mask: str, batch: int, heads: int, kv_heads: int
 ) -> tuple[int, list[TracedWork]]:
     """How many rows are fetched, and what is computed with them."""
-    note_own_graph(plan, compiled_frame())
+    plan.note_own_graph(compiled_frame())
     fetch = fetch_of(plan, mask)
     found = []
     for work in work_on_fetched(plan, mask):
