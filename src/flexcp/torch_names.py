@@ -208,8 +208,9 @@ def compiles_for_many() -> bool:
 
 
 def compiled_frame() -> str:
-    """Which function dynamo is tracing, as it numbers them; asked while it does."""
-    return str(find("torch._guards.CompileContext").current_compile_id().frame_id)
+    """Which function dynamo is tracing, as it numbers them; empty if it is not."""
+    compilation = find("torch._guards.CompileContext").current_compile_id()
+    return "" if compilation is None else str(compilation.frame_id)
 
 
 def mark_varying(x: Tensor, dim: int) -> None:

@@ -101,7 +101,8 @@ class ScoreSemantics(TorchFunctionMode):
             table, index = args
             indices = list(index) if isinstance(index, tuple) else [index]
             if all(isinstance(i, Tensor) for i in indices):
-                indices = [self._within(i) for i in indices]
+                if len(indices) == table.dim():  # rows of a table would be one for every pair
+                    indices = [self._within(i) for i in indices]
                 copy = self._copy_of(table)
                 if copy is None:
                     return torch.ops.aten.index.Tensor(table, indices)
