@@ -82,7 +82,8 @@ def test_tuning_options_are_refused_and_torchs_own_defaults_are_not():
     assert_same(results, whole())
 
 
-@pytest.mark.parametrize(("mod", "reentrant"), [(bias, False), (None, False), (None, True)])
+@pytest.mark.parametrize("mod", [None, bias], ids=["no score_mod", "a score_mod"])
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_it_is_recomputed_over_the_same_plan(mod, reentrant):
     """Whichever of torch's graphs runs it again keeps for the backward pass what the first kept."""
 

@@ -37,7 +37,7 @@ def cases(draw):
 
 
 @given(cases(), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=350, deadline=None)
 def test_every_generated_mask_has_the_kinds_and_areas_of_its_dense_evaluation(case, tight):
     mask, q_len, kv_len, block_size, batch, heads = case
     dense = create_mask(mask.mask_mod, batch, heads, q_len, kv_len, device="cpu")

@@ -102,7 +102,7 @@ class ScoreMod:
         else:
             result = _mapped(self.function)(score, b_N, h_NR, q, kv)
         if result.dtype != tile.dtype:
-            raise _changes_dtype(self.function, tile.dtype, result.dtype)
+            raise changes_dtype(tile.dtype, f"{result.dtype} from {describe(self.function)}")
         if result.shape != tile.shape or 0 in result.stride():
             result = result.expand(tile.shape).clone()
         return result
@@ -207,7 +207,7 @@ def examine(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
         )
     if result.dtype != dtype:
         if not result.is_floating_point():
-            raise _changes_dtype(function, dtype, result.dtype)
+            raise changes_dtype(dtype, f"{result.dtype} from {describe(function)}")
         return examine(_in_type_of_the_score(function), dtype, device)
     if result.numel() != 1 or result.dim() > 4:
         raise FlexCPError(
@@ -226,10 +226,11 @@ def _in_type_of_the_score(function: ScoreFunction) -> ScoreFunction:
     return wraps(function)(lambda score, *at: function(score, *at).to(score.dtype))
 
 
-def _changes_dtype(function: ScoreFunction, expected: torch.dtype, got: torch.dtype) -> FlexCPError:
+def changes_dtype(expected: torch.dtype, got: str) -> FlexCPError:
+    """The error for scores of another type that a score_mod returns."""
     return FlexCPError(
         f"score_mod to return dtype {expected}, the type of the scores, or another of floats",
-        f"{got} from {describe(function)}",
+        got,
         "return the modified score, or end with .to(score.dtype)",
     )
 

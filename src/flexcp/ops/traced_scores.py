@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from flexcp.errors import FlexCPError
 from flexcp.kernels.merge import accumulation_dtype
-from flexcp.kernels.score import ScoreFunction
+from flexcp.kernels.score import ScoreFunction, changes_dtype
 from flexcp.kernels.wide_sums import WideEntries, is_half
 
 MOST_KEPT_SCORES = 1 << 24
@@ -85,12 +84,7 @@ class ScoreSemantics(TorchFunctionMode):
             found = over_axes(on_one, given, (b, h, q, kv))
         self._allowed, self._arguments = None, ()
         if not found.is_floating_point():
-            raise FlexCPError(
-                f"score_mod to return dtype {scores.dtype}, the type of the scores, or another of "
-                "floats",
-                f"{found.dtype}",
-                "return the modified score, or end with .to(score.dtype)",
-            )
+            raise changes_dtype(scores.dtype, f"{found.dtype}")
         return found.to(scores.dtype)
 
     def __torch_function__(
