@@ -52,6 +52,26 @@ def test_the_cuda_ops_take_and_return_what_the_contract_says(op: FusedOp, kv_hea
             assert (grad.shape, grad.dtype, grad.device.type) == (x.shape, x.dtype, "cuda")
 
 
+@pytest.mark.parametrize(
+    ("has", "multiplies"),
+    [
+        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False}, False),
+        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": True}, True),
+        ({"architecture": "x86_64", "amx_bf16": True}, True),
+        ({"architecture": "aarch64"}, True),
+    ],
+    ids=["AVX-512 alone", "AVX-512 with products", "AMX", "another kind, as oneDNN says"],
+)
+def test_a_processor_multiplies_a_type_only_by_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, has: dict[str, object], multiplies: bool
+) -> None:
+    """Without them oneDNN says that it does, but converts, slower than to float32 beforehand."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert CPU_FLASH.multiplies.__wrapped__(torch.bfloat16) == multiplies  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("has_products", [True, False])
 def test_a_type_without_products_is_computed_with_in_float32(has_products: bool) -> None:
     seen = set()
