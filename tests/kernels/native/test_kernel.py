@@ -1,6 +1,6 @@
 """The C++ kernel against the oracle in float64: every mask, type and part of the contract."""
 
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import pytest
 import torch
@@ -77,6 +77,50 @@ def test_half_types_are_computed_in_float32(
     assert_close(found.out, expected.out, dtype=torch.float32, what="out")
     for what, actual, wanted in zip("qkv", (back.q, back.k, back.v), grads, strict=True):
         assert_close(actual, wanted, dtype=torch.float32, what=f"d{what}", factor=2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("lies", ["side by side", "by token", "half"])
+@pytest.mark.parametrize("documents", ["short", "one long", "nothing else"])
+def test_key_tiles_are_packed_by_each_thread_or_for_all(
+    native: NativeKernel, documents: str, lies: str, threads: int
+) -> None:
+    """Short documents: by each thread; in a long one, a line has more tiles than it has places."""
+    lengths = {
+        "short": [90, 1, 200, 37] * 8,
+        "one long": [60, 2400, *[60] * 60],
+        "nothing else": [60, 1900],
+    }[documents]
+    length, dim = sum(lengths), 32
+    random = torch.Generator().manual_seed(4)
+    made = [torch.randn(1, length, h, dim, generator=random) for h in (2, 1, 1)]
+    inputs = [x.transpose(1, 2) for x in made]
+    if lies == "side by side":
+        inputs = [x.contiguous() for x in inputs]
+    if lies == "half":
+        inputs = [x.contiguous().to(torch.bfloat16) for x in inputs]
+    for x in inputs:  # what is not finite in the first document stays there
+        x[..., 1, :] = torch.nan
+    grad_out = torch.randn(1, 2, length, dim, generator=random).to(inputs[0].dtype)
+    mask = masks.causal() & masks.document(lengths=lengths)
+    compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(mask, length)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = native.forward(*inputs, compiled, scale=0.2)
+        back = native.backward(grad_out, *inputs, found.out, found.lse, compiled, scale=0.2)
+    finally:
+        torch.set_num_threads(before)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    for begin, end in pairwise(ends):
+        rows = slice(begin, end)
+        exact = wide(*(x[:, :, rows] for x in inputs))
+        allowed = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        expected = dense_attention(*exact, allowed=allowed[None, None], scale=0.2)
+        grads = torch.autograd.grad(expected.out, exact, grad_out[:, :, rows].to(FLOAT64))
+        assert_close(found.out[:, :, rows], expected.out, dtype=torch.float32, what="out")
+        for actual, wanted in zip((back.q, back.k, back.v), grads, strict=True):
+            assert_close(actual[:, :, rows], wanted, dtype=torch.float32, factor=2)
 
 
 def whole(length: int, seed: int = 0) -> tuple[list[Tensor], DenseResult, list[Tensor], Tensor]:

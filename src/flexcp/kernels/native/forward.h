@@ -58,7 +58,7 @@ struct Softmax {
     void shrink_out(const Outline& outline, int count) {
         for (int r = 0; r < count; r++) {
             float* row = out.get() + r * width;
-            if (!outline.panels[r / MR]) continue;
+            if (!outline.vectors[r / MR]) continue;
             for (int64_t d = 0; d < width; d += WIDTH) store(row + d, load(row + d) * shrink[r]);
         }
     }
@@ -83,7 +83,7 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
             Vec top = splat(LOWEST);
             for (int j = begin; j < end; j += WIDTH) {
                 Vec x = load(row + j);
-                if (PARTIAL && !(whole >> j / NR & 1))
+                if (PARTIAL && !(whole >> j / WIDTH & 1))
                     store(row + j, x = tile.allowed(r, j) ? x : splat(-INFINITY));
                 top = x > top ? x : top;
             }
@@ -106,76 +106,116 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
     }
 }
 
-// The query heads of key heads [first, last), of which `keys` and `values` are packed.
+// What one thread computes lines with.
 template <bool DROPS>
-int forward_heads(const Call& c, int64_t first, int64_t last, const Panels& keys,
-                  const Panels& values) {
-    const int64_t group = c.heads / c.kv_heads, tiles = ceil_div(c.kv_len, TILE);
-    const float scale = static_cast<float>(c.scale), factor = static_cast<float>(c.factor);
+struct ForwardLines {
+    const Call& c;
+    FoundTiles found;
+    Softmax rows;
+    const Buffer copy, queries, s;
+
+    ForwardLines(const Call& call, KeyTiles* shared, int64_t own)
+        : c(call), found(call, false, shared, own), rows(call.value_dim),
+          copy(buffer(TILE * padded(call.head_dim))), queries(buffer(TILE * call.head_dim)),
+          s(buffer(TILE * TILE)) {}
+
+    bool complete() const { return found.complete() && rows.out && copy && queries && s; }
+
+    // A line of query head (b, h), whose key head is the `head`-th of those that are packed.
+    void compute(int64_t head, int64_t b, int64_t h, int64_t line) {
+        const int64_t g = h / (c.heads / c.kv_heads), i0 = line * TILE;
+        const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
+        const int groups = static_cast<int>(ceil_div(count, MR));
+        const TileRows given = tile_rows(c.q, b, h, i0, c.q_len, c.head_dim, copy.get(), true);
+        scale_rows(given, c.head_dim, static_cast<float>(c.scale), queries.get());
+        rows.begin(c, b, h, i0, count);
+        for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
+            const KeyTile& key = found.at(head, b, g, tile.j);
+            const Outline outline(tile, groups);
+            products({queries.get(), c.head_dim}, key.keys, outline, groups, c.head_dim,
+                     key.next_keys, s.get());
+            Scored(c, b, h, line, tile.j, outline, count).change(s.get());
+            const Kept kept(c, b, h, i0, tile.j * TILE);
+            const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
+            weighed(s.get(), rows, tile, outline, count, &kept, static_cast<float>(c.factor));
+            if (tile.bits && !key.finite) {
+                rows.shrink_out(outline, count);
+                add_pairs(tile, s.get(), key.rows, count, false, rows.width, rows.out.get());
+            } else {
+                add_products(s.get(), key.rows, outline, groups, rows.width, rows.out.get(),
+                             AddedToPart{rows.shrink});
+            }
+        });
+        rows.end(c, b, h, i0, count);
+    }
+};
+
+constexpr int64_t LINES_OF_THREAD = 16;  // so many are even enough, the longest first
+
+// The query heads of key heads [first, last), of which `shared` has the key tiles: line by line, the
+// longest first.
+template <bool DROPS>
+int forward_heads(const Call& c, int64_t first, int64_t last, KeyTiles& shared) {
+    const int64_t group = c.heads / c.kv_heads;
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)
     {
-        Widened read(c.head_dim);
-        Softmax rows(c.value_dim);
-        const Buffer queries = buffer(TILE * c.head_dim), s = buffer(TILE * TILE);
-        failed |= !read.data || !rows.out || !queries || !s;
+        ForwardLines<DROPS> lines(c, &shared, 0);
+        failed |= !lines.complete();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t n = 0; n < (last - first) * group * c.lines; n++) {
             if (failed) continue;
             const int64_t head = n / c.lines / group, b = (first + head) / c.kv_heads;
             const int64_t h = (first + head) % c.kv_heads * group + n / c.lines % group;
-            const int64_t plane = plane_of(c, b, h) * c.lines;
-            const int64_t line = c.order[plane + n % c.lines], i0 = line * TILE;
-            const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
-            const int groups = static_cast<int>(ceil_div(count, MR));
-            read.read(c.q, b, h, i0, c.q_len, c.head_dim);
-            read.copy_rows(queries.get(), scale);
-            rows.begin(c, b, h, i0, count);
-            for_tiles(c, plane + line, [&](const Tile& tile) {
-                const int64_t at = head * tiles + tile.j;
-                const Outline outline(tile, groups);
-                products(queries.get(), keys.at(at), outline, groups, c.head_dim, s.get());
-                Scored(c, b, h, line, tile.j, outline, count).change(s.get());
-                const Kept kept(c, b, h, i0, tile.j * TILE);
-                const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
-                weighed(s.get(), rows, tile, outline, count, &kept, factor);
-                if (tile.bits && !values.finite[at]) {
-                    rows.shrink_out(outline, count);
-                    add_pairs(tile, s.get(), values.at(at), count, false, rows.width,
-                              rows.out.get());
-                } else {
-                    add_products(s.get(), values.at(at), outline, groups, rows.width,
-                                 rows.out.get(), AddedToPart{rows.shrink});
-                }
-            });
-            rows.end(c, b, h, i0, count);
+            lines.compute(head, b, h, c.order[plane_of(c, b, h) * c.lines + n % c.lines]);
         }
     }
     return failed;
 }
 
-constexpr int64_t LINES_OF_THREAD = 16;  // so many are even enough, the longest first
+constexpr int64_t STRETCHES_OF_THREAD = 8, LINES_OF_STRETCH = 16;
+
+// All heads, each thread with key tiles of its own: stretches of lines, whose tiles are mostly those
+// of the line before.
+template <bool DROPS>
+int forward_stretches(const Call& c, int64_t own) {
+    const int64_t group = c.heads / c.kv_heads, heads = c.batch * c.kv_heads;
+    const int64_t size = std::clamp<int64_t>(heads * c.lines / (c.threads * STRETCHES_OF_THREAD), 1,
+                                             LINES_OF_STRETCH);
+    const int64_t stretches = ceil_div(c.lines, size);
+    int failed = 0;
+#pragma omp parallel num_threads(c.threads) reduction(| : failed)
+    {
+        ForwardLines<DROPS> lines(c, nullptr, own);
+        failed |= !lines.complete();
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t n = 0; n < heads * stretches; n++) {
+            if (failed) continue;
+            const int64_t b = n / stretches / c.kv_heads, g = n / stretches % c.kv_heads;
+            const int64_t begin = n % stretches * size, end = std::min(begin + size, c.lines);
+            for (int64_t line = begin; line < end; line++)
+                for (int64_t h = g * group; h < (g + 1) * group; h++) lines.compute(0, b, h, line);
+        }
+    }
+    return failed;
+}
 
 template <bool DROPS>
 int forward(const Call& c) {
     const int64_t heads = c.batch * c.kv_heads, tiles = ceil_div(c.kv_len, TILE);
     if (heads == 0) return 0;
-    const int64_t V = padded(c.value_dim), head_bytes = tiles * TILE * (c.head_dim + V) * 4;
+    const TilesOfLine line(c);
+    if (!line.are_many()) return forward_stretches<DROPS>(c, line.own());
+    const int64_t head_bytes = tiles * KeyTiles::floats(c, false) * 4;
     const int64_t step = heads_at_once(c, head_bytes, c.heads / c.kv_heads * c.lines,
                                        LINES_OF_THREAD);
-    const Panels keys(step * tiles, c.head_dim), values(step * tiles, V);
-    if (!keys.data || !values.data) return 1;
+    KeyTiles shared(c, false, true, step * tiles);
+    if (!shared.memory) return 1;
     const std::vector<char> seen = seen_tiles(c);
     for (int64_t first = 0; first < heads; first += step) {
         const int64_t last = std::min(first + step, heads);
-        const auto pack = [&](int64_t b, int64_t g, int64_t j, int64_t n, Widened& rows) {
-            rows.read(c.k, b, g, j * TILE, c.kv_len, c.head_dim);
-            rows.pack_across(keys.at(n));
-            rows.read(c.v, b, g, j * TILE, c.kv_len, c.value_dim);
-            values.finite[n] = rows.pack_along(values.at(n));
-        };
-        if (!for_key_tiles(c, seen, first, last, pack)) return 1;
-        if (forward_heads<DROPS>(c, first, last, keys, values)) return 1;
+        if (!pack_all(c, seen, first, last, shared)) return 1;
+        if (forward_heads<DROPS>(c, first, last, shared)) return 1;
     }
     return 0;
 }

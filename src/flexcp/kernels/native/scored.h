@@ -1,7 +1,7 @@
 // Score functions on tiles of scores: what the kernel passes on to them.
 #pragma once
 
-#include "tiles.h"
+#include "operands.h"
 
 namespace {
 

@@ -122,33 +122,37 @@ struct AddedToPart {
     Vec operator()(int row, Vec former, Vec product) const { return former * parts[row] + product; }
 };
 
-// c[MR][NR] becomes `written` of itself and a b. Element (r, d) of a is at a[d * a_step + r * a_row],
-// that of b at b[d * NR + r]. The sums stay in registers, and are added to c when they are complete:
-// one term at a time would be lost beside the sum of many tiles.
-template <typename Written>
+// c[MR][VECS * WIDTH] becomes `written` of itself and a b. Element (r, d) of a is at
+// a[d * a_step + r * a_row], row d of b begins at b + d * b_step. The sums stay in registers, and
+// are added to c when they are complete: one term at a time would be lost beside the sum of many
+// tiles.
+template <int VECS, typename Written>
 [[gnu::always_inline]] inline void multiply(const float* __restrict a, int64_t a_step,
                                             int64_t a_row, const float* __restrict b,
-                                            float* __restrict c, int64_t c_row, int depth,
-                                            const Written& written) {
-    Vec sums[MR][2];
+                                            int64_t b_step, float* __restrict c, int64_t c_row,
+                                            int depth, const Written& written) {
+    Vec sums[MR][VECS];
 #pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) sums[r][0] = sums[r][1] = Vec{};
+    for (int r = 0; r < MR; r++)
+        for (int i = 0; i < VECS; i++) sums[r][i] = Vec{};
     for (int d = 0; d < depth; d++) {
-        const Vec b0 = load(b), b1 = load(b + WIDTH);
+        Vec column[VECS];
+#pragma GCC unroll 2
+        for (int i = 0; i < VECS; i++) column[i] = load_anywhere(b + i * WIDTH);
 #pragma GCC unroll 16
         for (int r = 0; r < MR; r++) {
             const Vec x = splat(a[r * a_row]);
-            sums[r][0] += x * b0;
-            sums[r][1] += x * b1;
+#pragma GCC unroll 2
+            for (int i = 0; i < VECS; i++) sums[r][i] += x * column[i];
         }
         a += a_step;
-        b += NR;
+        b += b_step;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) {
         float* to = c + r * c_row;
-        store(to, written(r, load(to), sums[r][0]));
-        store(to + WIDTH, written(r, load(to + WIDTH), sums[r][1]));
+#pragma GCC unroll 2
+        for (int i = 0; i < VECS; i++, to += WIDTH) store(to, written(r, load(to), sums[r][i]));
     }
 }
 
