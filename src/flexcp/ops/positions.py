@@ -22,16 +22,20 @@ class Tracing:
     translated = False
 
 
+_tracing = Tracing()
+"""The only one: dynamo before torch 2.13 can't follow assignments to a class."""
+
+
 def in_translation(positions: object, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs attention that is compiled, whose score_mod is translated already if it has to be."""
     if positions is None:
         return attend(*args, **kwargs)
     outer = None if torch.compiler.is_compiling() else _translated.set(True)
-    before, Tracing.translated = Tracing.translated, True
+    before, _tracing.translated = _tracing.translated, True
     try:
         return attend(*args, **kwargs)
     finally:
-        Tracing.translated = before
+        _tracing.translated = before
         if outer is not None:
             _translated.reset(outer)
 
@@ -82,7 +86,7 @@ def on_global_positions(score_mod: ScoreFunction, q_at: Tensor, kv_at: Tensor) -
     def seen(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             # Asked only here: another thread may be compiling while this one runs.
-            return (score_mod if Tracing.translated else look_up)(score, b, h, q, kv)
+            return (score_mod if _tracing.translated else look_up)(score, b, h, q, kv)
         if _translated.get():
             return score_mod(score, b, h, q, kv)
         token = _translated.set(True)
