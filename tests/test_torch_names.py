@@ -68,12 +68,17 @@ def test_private_names_are_looked_up_in_one_file() -> None:
     assert found == {name: set(reasons) for name, reasons in ELSEWHERE.items()}
 
 
-def test_this_torch_has_every_name() -> None:
+def test_this_torch_has_every_name_of_its_time() -> None:
     own = [value for name, value in vars(torch_names).items() if not name.startswith("__")]
     late = [getattr(torch_names, name) for name in torch_names._LATER]
-    assert not [
-        x for x in (*own, *torch_names.fused_layers, *late) if type(x) is torch_names.Absent
-    ]
+    every = (*own, *torch_names.fused_layers, *late)
+    absent = {x._path for x in every if type(x) is torch_names.Absent}
+    assert absent == {path for path, since in torch_names.NEWER.items() if is_before(since)}
+
+
+def is_before(version: str) -> bool:
+    mine, other = (tuple(map(int, v.split(".")[:2])) for v in (torch.__version__, version))
+    return mine < other
 
 
 def test_a_name_that_torch_lacks_says_so_when_it_is_used() -> None:
@@ -83,3 +88,10 @@ def test_a_name_that_torch_lacks_says_so_when_it_is_used() -> None:
             FlexCPError, match=r"torch\._C\._no_such_name, .*got torch " + torch.__version__[:4]
         ):
             use()
+
+
+def test_a_name_that_is_too_new_for_this_torch_says_since_when_torch_has_it() -> None:
+    path, since = next(iter(torch_names.NEWER.items()))
+    expected = rf"torch {since} or newer for .*{path.rpartition('.')[2]}, got torch "
+    with pytest.raises(FlexCPError, match=expected):
+        torch_names.Absent(path)()

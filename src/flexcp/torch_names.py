@@ -28,6 +28,12 @@ class Absent:
 
     def fail(self) -> NoReturn:
         """Raises the error that names what is missing."""
+        if self._path in NEWER:
+            raise FlexCPError(
+                f"torch {NEWER[self._path]} or newer for {self._path}",
+                f"torch {torch.__version__}",
+                "update torch, or do without it",
+            )
         raise FlexCPError(
             f"{self._path}, which the versions of torch that flexcp is tested with have",
             f"torch {torch.__version__} without it",
@@ -277,6 +283,14 @@ def local_tensor_mode_is_on() -> bool:
     return emulation is not None and emulation.enabled_local_tensor_mode() is not None
 
 
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """The rows of all ranks, not waited for; `all_gather_tensor` before torch 2.13."""
+    collectives = find("torch.distributed._functional_collectives")
+    gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+    found: Tensor = gather(x, 0, group)
+    return found
+
+
 def __getattr__(name: str) -> Any:
     """Names of modules that `import torch` does not load, looked up when they are imported."""
     if name not in _LATER:
@@ -285,6 +299,8 @@ def __getattr__(name: str) -> Any:
 
 
 _FLEX = "torch.nn.attention.flex_attention"
+NEWER = {f"{_FLEX}._compute_dq_write_order_from_block_mask": "2.13"}
+"""Names that the oldest torch that flexcp takes lacks, by the version that brought them."""
 _LATER = {
     "checkpoint_frame": "torch.utils.checkpoint._CheckpointFrame",
     "functional_collectives": "torch.distributed._functional_collectives",

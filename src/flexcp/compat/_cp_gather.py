@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from flexcp.comm.faults import answered
 from flexcp.errors import FlexCPError
+from flexcp.torch_names import all_gather, process_group_of
 from flexcp.torch_names import functional_collectives as funcol
-from flexcp.torch_names import process_group_of
 
 
 @torch.library.custom_op("flexcp::flex_cp_allgather", mutates_args=())
@@ -134,7 +134,7 @@ def _summed(grad: Tensor, dim: int, sizes: list[int], group: ProcessGroup) -> Te
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     with answered(group, "flex_cp_allgather"):
-        every: Tensor = funcol.wait_tensor(funcol.all_gather_single(x, 0, group))
+        every: Tensor = funcol.wait_tensor(all_gather(x, group))
     return every
 
 
