@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compat.cases import is_close, qkvg
+from compat.cases import CROPS_TO_ANY_LENGTH, is_close, qkvg
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -94,6 +94,8 @@ class _OwnScore(_Attention):
 
 @pytest.mark.parametrize("how", MADE_ANEW)
 def test_a_block_mask_that_is_made_anew_keeps_its_positions(how):
+    if how == "adjust" and not CROPS_TO_ANY_LENGTH:
+        pytest.skip("torch crops to whole blocks before 2.13")
     tensors = qkvg(LENGTH)
 
     def rank(mesh):

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import flex_attention as theirs
 
 import flexcp
+from flexcp import FlexCPError
 from flexcp.compat import flex_attention as ours
 
 DOCUMENTS = torch.arange(700) // 93
@@ -25,6 +26,10 @@ MASKS = {
         theirs.or_masks(lambda b, h, q, kv: kv < 10, lambda b, h, q, kv: q - kv < 99),
     ),
 }
+
+compares_newer_arguments = pytest.mark.skipif(
+    not ours.HAS_DQ_WRITE_ORDER, reason="torch's create_block_mask has these arguments from 2.13 on"
+)
 
 
 def assert_same(a, b):
@@ -49,6 +54,7 @@ def test_every_field_equals_torchs(name, q_len, kv_len, block_size):
     )
 
 
+@compares_newer_arguments
 @pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("write_order", [True, False])
 def test_every_option_gives_what_torch_gives(separate, write_order):
@@ -64,6 +70,27 @@ def test_every_option_gives_what_torch_gives(separate, write_order):
     assert mine.dq_kv_order_spt == other.dq_kv_order_spt
 
 
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_full_blocks_are_listed_with_the_others_on_every_torch(compile_it):
+    make = ours.create_block_mask
+    if compile_it:
+        make = torch.compile(make, backend="aot_eager", fullgraph=True)
+    args = (MASKS["combined"], 2, None, 700, 500, "cpu", (64, 32))
+    mine = make(*args, separate_full_blocks=False, dq_kv_order=False)
+    apart = theirs.create_block_mask(*args)
+    assert int(apart.full_kv_num_blocks.sum()) > 0
+    assert torch.equal(mine.to_dense(), apart.to_dense())
+    assert mine.full_kv_num_blocks is mine.full_q_indices is None
+    assert_same(mine, ours.create_block_mask(*args, separate_full_blocks=False))
+
+
+@pytest.mark.skipif(ours.HAS_DQ_WRITE_ORDER, reason="torch has the field from 2.13 on")
+def test_a_write_order_that_torch_has_no_field_for_is_refused():
+    with pytest.raises(FlexCPError, match=r"expected torch 2\.13 or newer.*got torch 2\..*leave"):
+        ours.create_block_mask(MASKS["causal"], 1, 1, 8, 8, "cpu", compute_dq_write_order=True)
+
+
+@compares_newer_arguments
 def test_arguments_and_defaults_are_torchs():
     mine, other = (inspect.signature(m.create_block_mask) for m in (ours, theirs))
     assert [(p.name, p.default, p.kind) for p in mine.parameters.values()] == [

@@ -28,6 +28,11 @@ BEYOND = {
     ("_create_cp_block_mask", "given"): "the order of arguments of torch before 2.15, and since",
 }
 """Arguments that torch does not have, and why."""
+if not flex_attention.HAS_DQ_WRITE_ORDER:
+    BEYOND |= {
+        ("create_block_mask", argument): "torch has it from 2.13 on"
+        for argument in ("separate_full_blocks", "compute_dq_write_order", "dq_kv_order")
+    }
 NAMES = [
     pytest.param(theirs, ours, name, id=f"{ours.__name__.split('.')[-1]}.{name}")
     for theirs, ours in MODULES

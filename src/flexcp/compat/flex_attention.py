@@ -77,6 +77,10 @@ __all__ = [
 ]
 
 
+HAS_DQ_WRITE_ORDER = "dq_write_order" in BLOCK_MASK_FIELDS
+"""Whether torch's create_block_mask takes the arguments that came with this field, in 2.13."""
+
+
 class GraphBlockMask(BlockMask, GraphOwner):
     """torch's BlockMask with a graph handle, so that one compiled graph runs all of them."""
 
@@ -124,7 +128,8 @@ def create_block_mask(
         BLOCK_SIZE: Tokens of a tile, or a pair (queries, keys).
         _compile: Accepted for compatibility; there is nothing to compile.
         separate_full_blocks: Whether tiles without a forbidden pair are listed apart.
-        compute_dq_write_order: Whether to add the metadata of torch's deterministic CUDA backward.
+        compute_dq_write_order: Whether to add the metadata of torch's deterministic CUDA backward;
+            needs torch 2.13.
         dq_kv_order: The order that this metadata is for: True is descending.
 
     >>> from flexcp.compat.flex_attention import create_block_mask
@@ -133,15 +138,21 @@ def create_block_mask(
     """
     if torch.compiler.is_compiling():
         mod = mask_mod.mask_mod if isinstance(mask_mod, Mask) else mask_mod
-        asked = {
-            "separate_full_blocks": (separate_full_blocks, True),
-            "compute_dq_write_order": (compute_dq_write_order, False),
-            "dq_kv_order": (dq_kv_order, True),
-        }
-        # torch 2.12 takes none of these, and does what their usual values say.
-        given = {name: value for name, (value, usual) in asked.items() if value is not usual}
-        found = torch_create_block_mask(mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **given)
-        return in_graph(found)
+        shape = (B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+        if HAS_DQ_WRITE_ORDER:
+            return in_graph(
+                torch_create_block_mask(
+                    mod,
+                    *shape,
+                    separate_full_blocks=separate_full_blocks,
+                    compute_dq_write_order=compute_dq_write_order,
+                    dq_kv_order=dq_kv_order,
+                )
+            )
+        if compute_dq_write_order:
+            raise _no_dq_write_order()
+        found = torch_create_block_mask(mod, *shape)
+        return in_graph(found if separate_full_blocks else _all_partial(found))
     if not callable(mask_mod):
         raise FlexCPError("a mask_mod", told(mask_mod), "pass a function of (b, h, q_idx, kv_idx)")
     if _takes_a_score(mask_mod):
@@ -153,6 +164,8 @@ def create_block_mask(
         separate_full_blocks=separate_full_blocks,
         compute_dq_write_order=compute_dq_write_order,
     )
+    if compute_dq_write_order and not HAS_DQ_WRITE_ORDER:
+        raise _no_dq_write_order()
     KV_LEN = whole_number("KV_LEN", KV_LEN, at_least=0, fix="pass a number of keys")
     if _compile:
         warnings.warn(
@@ -192,6 +205,17 @@ def _from_grid(
     )
 
 
+def _all_partial(block_mask: BlockMask) -> BlockMask:
+    """The same tiles in one list, as if `separate_full_blocks` had been False."""
+    found: BlockMask = _create_sparse_block_from_block_mask(
+        (block_mask.to_dense(), None),
+        block_mask.mask_mod,
+        block_mask.seq_lengths,
+        *block_mask.BLOCK_SIZE,
+    )
+    return found
+
+
 def _takes_a_score(mod: object) -> bool:
     """Whether a function has five required arguments: a score_mod given for a mask_mod."""
     try:
@@ -199,6 +223,14 @@ def _takes_a_score(mod: object) -> bool:
     except (TypeError, ValueError):
         return False
     return sum(p.default is inspect.Parameter.empty for p in parameters) == 5
+
+
+def _no_dq_write_order() -> FlexCPError:
+    return FlexCPError(
+        "torch 2.13 or newer for compute_dq_write_order, which its CUDA kernels read",
+        f"torch {torch.__version__}",
+        "leave it out, flexcp's kernels are deterministic without it; or update torch",
+    )
 
 
 def _add_dq_write_order(block_mask: BlockMask, dq_kv_order: bool) -> None:
