@@ -27,6 +27,8 @@ int64_t flexcp_forward(const Call* call) {
     }
 }
 
+int64_t flexcp_deltas(const Call* call) { return find_deltas(*call); }
+
 int64_t flexcp_backward(const Call* call) {
     try {
         return call->row_hash ? backward<true>(*call) : backward<false>(*call);

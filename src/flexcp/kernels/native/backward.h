@@ -42,6 +42,36 @@ void weigh_back(float* s, float* dp, const Tile& tile, const Outline& outline, i
     }
 }
 
+// What the backward pass needs of each row: the result times its gradient, less the gradient of lse,
+// which is given as `lse` if there is one.
+inline int find_deltas(const Call& c) {
+    const int64_t lines = ceil_div(c.q_len, TILE);
+    int failed = 0;
+#pragma omp parallel num_threads(c.threads) reduction(| : failed)
+    {
+        const Buffer out_copy = buffer(TILE * padded(c.value_dim));
+        const Buffer g_copy = buffer(TILE * padded(c.value_dim));
+        failed |= !out_copy || !g_copy;
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < c.batch * c.heads * lines; n++) {
+            if (failed) continue;
+            const int64_t b = n / lines / c.heads, h = n / lines % c.heads, i0 = n % lines * TILE;
+            const auto rows = [&](const Rows& x, const Buffer& copy) {
+                return tile_rows(x, b, h, i0, c.q_len, c.value_dim, copy.get());
+            };
+            const TileRows out = rows(c.out, out_copy), g = rows(c.grad_out, g_copy);
+            for (int64_t r = 0; r < std::min<int64_t>(TILE, c.q_len - i0); r++) {
+                Vec sum = {};
+                for (int64_t d = 0; d < c.value_dim; d += WIDTH)
+                    sum += load_anywhere(out.at(r, d)) * load_anywhere(g.at(r, d));
+                number(c.delta, b, h, i0 + r) =
+                    total(sum) - (c.lse.data ? number(c.lse, b, h, i0 + r) : 0.0f);
+            }
+        }
+    }
+    return failed;
+}
+
 // A query tile: q and the result's gradient, and what has come together for its own.
 struct QueryTile {
     Buffer q_copy, g_copy, scaled, dq, s, dp;

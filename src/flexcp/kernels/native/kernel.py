@@ -68,8 +68,9 @@ class NativeKernel:
 
     def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
         """[B, H, Lq] What the backward pass needs of each row, over all rounds."""
-        found: Tensor = torch.linalg.vecdot(grad_out.to(torch.float32), out.to(torch.float32))
-        return found if grad_lse is None else found.sub_(grad_lse)
+        grad_out, out = grad_out.resolve_neg(), out.resolve_neg()
+        grad_lse = None if grad_lse is None else grad_lse.to(torch.float32).resolve_neg()
+        return self.library.delta(grad_out, out, grad_lse)
 
     def backward(
         self,

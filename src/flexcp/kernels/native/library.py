@@ -89,6 +89,7 @@ class Library:
 
     forward: Callable[[Any], int]
     backward: Callable[[Any], int]
+    deltas: Callable[[Any], int]
     dtypes: frozenset[torch.dtype]
     """What it takes."""
     flags: tuple[str, ...] = ()
@@ -128,11 +129,28 @@ class Library:
             call.key_hash_batch = hashes.key.stride(0) if hashes.key.shape[0] > 1 else 0
             call.threshold, call.factor = hashes.threshold, hashes.factor
         if function(ctypes.byref(call)) != 0:
-            raise FlexCPError(
-                "memory for the tiles of the kernel 'native'",
-                f"none left, with keys {tuple(k.shape)}",
-                "shard the sequence over more ranks, or ask for the kernel 'flash'",
-            )
+            raise _no_memory(f"keys {tuple(k.shape)}")
+
+    def delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+        """[B, H, Lq] What the backward pass needs of each row."""
+        found = torch.empty(out.shape[:3], dtype=torch.float32)
+        call = Call(
+            batch=out.shape[0], heads=out.shape[1], q_len=out.shape[2], value_dim=out.shape[3],
+            out=Rows.of(out), grad_out=Rows.of(grad_out), delta=Rows.of(found),
+            threads=torch.get_num_threads(),
+            **({} if grad_lse is None else {"lse": Rows.of(grad_lse)}),
+        )  # fmt: skip
+        if self.deltas(ctypes.byref(call)) != 0:
+            raise _no_memory(f"results {tuple(out.shape)}")
+        return found
+
+
+def _no_memory(what: str) -> FlexCPError:
+    return FlexCPError(
+        "memory for the tiles of the kernel 'native'",
+        f"none left, with {what}",
+        "shard the sequence over more ranks, or ask for the kernel 'flash'",
+    )
 
 
 @lru_cache(maxsize=1)
@@ -166,7 +184,7 @@ def load(path: Path, flags: tuple[str, ...] = ()) -> Library:
         loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
     except OSError as error:
         raise BuildError(f"it can't be loaded: {error}") from None
-    for name in ("tile", "call_bytes", "has_float16", "forward", "backward"):
+    for name in ("tile", "call_bytes", "has_float16", "forward", "backward", "deltas"):
         getattr(loaded, f"flexcp_{name}").restype = ctypes.c_int64
     own = (TILE, ctypes.sizeof(Call))
     if (loaded.flexcp_tile(), loaded.flexcp_call_bytes()) != own:
@@ -175,6 +193,7 @@ def load(path: Path, flags: tuple[str, ...] = ()) -> Library:
     found = Library(
         loaded.flexcp_forward,
         loaded.flexcp_backward,
+        loaded.flexcp_deltas,
         frozenset({torch.float32, torch.bfloat16} | half),
         flags,
     )
@@ -210,7 +229,7 @@ def _error_of(found: Library) -> float:
     lists = tile_lists(causal_shapes(length), TILE, TILE, "query", runs=True)
     inputs = {"q": q, "k": k, "v": v}
     found.run(found.forward, {**inputs, "out": out, "lse": lse}, lists, scale=scale)
-    delta = (grad_out * out).sum(-1)
+    delta = found.delta(grad_out, out, None)
     more = {"grad_out": grad_out, "delta": delta, "grad_q": dq, "grad_k": dk, "grad_v": dv}
     found.run(found.backward, {**inputs, "lse": lse, **more}, lists, scale=scale)
     pairs = zip((out, lse, dq, dk, dv), expected, strict=True)
