@@ -265,7 +265,7 @@ int backward(const Call& c) {
     KeyTiles shared(c, true, true, for_all ? step * tiles : 0);
     const Buffer sums = buffer(step * shares * sum_size);
     if (!shared.memory || !sums) return 1;
-    const std::vector<char> seen = seen_tiles(c);
+    const std::vector<char> seen = for_all ? seen_tiles(c) : std::vector<char>();
     for (int64_t first = 0; first < heads; first += step) {
         const int64_t last = std::min(first + step, heads);
         if (for_all && !pack_all(c, seen, first, last, shared)) return 1;
