@@ -19,7 +19,7 @@ from flexcp.errors import FlexCPError
 
 TESTED_VERSIONS = ("3.7", "3.8", "3.9")
 """Versions (major.minor) that the kernels were run with in the interpreter and compiled with for
-each architecture: torch 2.13 for CUDA brings 3.7, torch 2.15 brings 3.9."""
+each architecture: torch 2.12 and 2.13 for CUDA bring 3.7, torch 2.15 brings 3.9."""
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
