@@ -170,6 +170,59 @@ def test_rounds_are_merged_and_added_up_in_place(native: NativeKernel) -> None:
         assert_close(actual, wanted, dtype=torch.float32, factor=2)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_key_tiles_end_at_other_lines_for_every_head(native: NativeKernel, threads: int) -> None:
+    """Of two heads that share keys, one sees documents, the other the first key and a window."""
+    length, unseen = 1200, slice(300, 620)
+    at = torch.arange(length)
+    ids = at // 170
+    near = (at[:, None] - at[None, :]).clamp(max=5) < 5
+    allowed = torch.stack([ids[:, None] == ids, near | (at == 0)]) & (at[:, None] >= at)
+    allowed[:, :, unseen] = False
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return allowed[h, q, k]
+
+    grid = flexcp.build_block_grid(Mask(rule), length, heads=2)
+    compiled = CompiledShapes(shapes_of(grid))
+    random = torch.Generator().manual_seed(7)
+    inputs = [torch.randn(1, h, length, 24, generator=random) for h in (2, 1, 1)]
+    grad_out = torch.randn(1, 2, length, 24, generator=random)
+    exact = wide(*inputs)
+    expected = dense_attention(*exact, allowed=allowed[None], scale=0.2)
+    grads = torch.autograd.grad(expected.out, exact, grad_out.to(FLOAT64))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = native.forward(*inputs, compiled, scale=0.2)
+        back = native.backward(grad_out, *inputs, found.out, found.lse, compiled, scale=0.2)
+    finally:
+        torch.set_num_threads(before)
+    assert_close(found.out, expected.out, dtype=torch.float32, what="out")
+    for actual, wanted in zip((back.q, back.k, back.v), grads, strict=True):
+        assert_close(actual, wanted, dtype=torch.float32, factor=2)
+    assert not back.k[:, :, unseen].any()
+    assert not back.v[:, :, unseen].any()
+
+
+def test_rows_that_a_round_does_not_see_stay_as_they_are(native: NativeKernel) -> None:
+    (q, k, v), _, _, grad_out = whole(600)
+    compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(masks.causal(), 600)))
+    first = native.forward(q, k, v, compiled, scale=0.4)
+    back = native.backward(grad_out, q, k, v, first.out, first.lse, compiled, scale=0.4)
+    late = Mask(lambda b, h, q, k: (q >= 310) & (q < 330) & (k < 50))
+    compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(late, 600)))
+    former = Partial(first.out.clone(), first.lse.clone())
+    merged = native.forward(q, k, v, compiled, scale=0.4, former=former)
+    added = native.backward(
+        grad_out, q, k, v, first.out, first.lse, compiled, scale=0.4, grad_q=back.q.clone()
+    )
+    for now, was in ((merged.out, first.out), (merged.lse[..., None], first.lse[..., None]),
+                     (added.q, back.q)):  # fmt: skip
+        changed = (now != was).any(-1).any(1).any(0)
+        assert changed.nonzero().flatten().tolist() == [*range(310, 330)]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_few_heads_are_shared_by_many_threads(native: NativeKernel, threads: int) -> None:
     (q, k, v), expected, grads, grad_out = whole(700)

@@ -113,26 +113,26 @@ struct QueryTile {
 // Adds a product of weights: over all of a tile, or over its pairs where the rest may not be finite.
 inline void add(bool transposed, bool finite, const Tile& tile, const Outline& outline, int count,
                 int groups, const float* weights, const TileRows& values, int64_t width,
-                float* to) {
+                float* to, Errands& errands) {
     if (tile.bits && !finite)
         add_pairs(tile, weights, values, count, transposed, width, to);
     else if (transposed)
-        add_transposed(weights, values, outline, groups, width, to);
+        add_transposed(weights, values, outline, groups, width, to, errands);
     else
-        add_products(weights, values, outline, groups, width, to, Added{});
+        add_products(weights, values, outline, groups, width, to, Added{}, errands);
 }
 
 // One tile's part of the gradients of a key head, whose sums for this tile are `dk` and `dv`.
 template <bool DROPS>
 void add_tile(const Call& c, QueryTile& own, const Tile& tile, int64_t b, int64_t h, int64_t i0,
-              int count, const KeyTile& key, float* dk, float* dv) {
+              int count, const KeyTile& key, float* dk, float* dv, Errands& errands) {
     const int groups = static_cast<int>(ceil_div(count, MR));
     const int64_t D = padded(c.head_dim), V = padded(c.value_dim);
     const Outline outline(tile, groups);
     float *s = own.s.get(), *dp = own.dp.get();
     products({own.scaled.get(), c.head_dim}, key.keys, outline, groups, c.head_dim, key.next_keys,
-             s);
-    products(own.g, key.values, outline, groups, c.value_dim, key.next_values, dp);
+             s, errands);
+    products(own.g, key.values, outline, groups, c.value_dim, key.next_values, dp, errands);
     const Scored scored(c, b, h, i0 / TILE, tile.j, outline, count);
     scored.change(s, own.given.get());
     const Kept kept(c, b, h, i0, tile.j * TILE);
@@ -143,7 +143,7 @@ void add_tile(const Call& c, QueryTile& own, const Tile& tile, int64_t b, int64_
     scored.pull_back(own.given.get(), dp, tile);
     const auto sum = [&](bool transposed, bool finite, const float* weights,
                          const TileRows& values, int64_t width, float* to) {
-        add(transposed, finite, tile, outline, count, groups, weights, values, width, to);
+        add(transposed, finite, tile, outline, count, groups, weights, values, width, to, errands);
     };
     sum(true, own.g_finite, s, own.g, V, dv);
     sum(true, own.q_finite, dp, own.q, D, dk);
@@ -164,88 +164,184 @@ inline int64_t shares_of(const Call& c, int64_t heads, int64_t sum_size) {
     return shares;
 }
 
-// `count` rows of a tensor from row `first` on: `factor` times some sums, or 0 if there are none.
-inline void write_tile(const Rows& x, int64_t b, int64_t g, int64_t first, int64_t count,
-                       const float* sums, int64_t columns, float factor) {
-    for (int64_t r = 0; r < count; r++) {
-        if (sums) {
-            write_row(x, b, g, first + r, sums + r * padded(columns), columns, factor);
-            continue;
-        }
-        float* to = row_of<float>(x, b, g, first + r);
-        for (int64_t d = 0; d < columns; d++) to[d * x.element] = 0;
+// Where a task sums up the gradients of one key head, by key tile. The memory of a tile that is
+// complete is given to the next one that begins: it is still in the cache.
+class Sums {
+    const Call& c;
+    const int64_t tiles, D, V;
+    float* const memory;
+    std::vector<int32_t> place_of, free;  // places by tile, -1 for none; and those given back
+
+   public:
+    struct End {
+        int32_t line, tile;
+        bool operator<(const End& x) const { return line != x.line ? line < x.line : tile < x.tile; }
+    };
+    std::vector<End> ends;  // the last line that sees each tile, -1 for none; ascending
+
+    Sums(const Call& call, float* given)
+        : c(call), tiles(ceil_div(call.kv_len, TILE)), D(padded(call.head_dim)),
+          V(padded(call.value_dim)), memory(given), place_of(tiles, -1), ends(tiles) {
+        for (int64_t i = tiles; i > 0; i--) free.push_back(static_cast<int32_t>(i - 1));
     }
-}
+
+    static int64_t floats(const Call& c) {
+        return ceil_div(c.kv_len, TILE) * TILE * (padded(c.head_dim) + padded(c.value_dim));
+    }
+
+    bool has(int64_t j) const { return place_of[j] >= 0; }
+    // All sums for keys come before those for values: those of one tile after the other's.
+    float* keys(int64_t j) const { return memory + place_of[j] * TILE * D; }
+    float* values(int64_t j) const { return memory + TILE * (tiles * D + place_of[j] * V); }
+
+    void begin(int64_t j) {
+        if (has(j)) return;
+        place_of[j] = free.back();
+        free.pop_back();
+        std::memset(keys(j), 0, TILE * D * sizeof(float));
+        std::memset(values(j), 0, TILE * V * sizeof(float));
+    }
+
+    void give_back(int64_t j) {
+        if (has(j)) free.push_back(place_of[j]);
+        place_of[j] = -1;
+    }
+
+    // Finds the ends, if lines come in order and those of query heads [h0, h1) one after the other.
+    void find_ends(int64_t b, int64_t h0, int64_t h1) {
+        for (int64_t j = 0; j < tiles; j++) ends[j] = {-1, static_cast<int32_t>(j)};
+        for (int64_t line = 0; line < c.lines; line++)
+            for (int64_t h = h0; h < h1; h++)
+                for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
+                    ends[tile.j].line = static_cast<int32_t>(line);
+                });
+        std::sort(ends.begin(), ends.end());
+    }
+
+    // Writes the gradients of tile j of key head (b, g): the sums of some tasks, or 0 if it has none.
+    static void write(const Call& c, int64_t b, int64_t g, int64_t j, Sums* first, Sums* last) {
+        const auto write_to = [&](const Rows& x, bool of_values, int64_t columns, float factor) {
+            float* total = nullptr;
+            for (Sums* sums = first; sums != last; sums++) {
+                if (!sums->has(j)) continue;
+                float* part = of_values ? sums->values(j) : sums->keys(j);
+                for (int64_t i = 0; total && i < TILE * padded(columns); i++) total[i] += part[i];
+                total = total ? total : part;
+            }
+            const int64_t count = std::min<int64_t>(TILE, c.kv_len - j * TILE);
+            for (int64_t r = 0; r < count; r++) {
+                if (total) {
+                    write_row(x, b, g, j * TILE + r, total + r * padded(columns), columns, factor);
+                    continue;
+                }
+                float* to = row_of<float>(x, b, g, j * TILE + r);
+                for (int64_t d = 0; d < columns; d++) to[d * x.element] = 0;
+            }
+        };
+        write_to(c.grad_k, false, c.head_dim, static_cast<float>(c.scale));
+        write_to(c.grad_v, true, c.value_dim, 1.0f);
+    }
+};
+
+// What one thread computes the gradients of key heads with.
+template <bool DROPS>
+struct BackwardLines {
+    const Call& c;
+    FoundTiles found;
+    QueryTile own;
+
+    BackwardLines(const Call& call, KeyTiles* shared, int64_t own_tiles)
+        : c(call), found(call, true, shared, own_tiles), own(call) {}
+
+    bool complete() const { return found.complete() && own.complete(); }
+
+    // Every `shares`-th line, from `share` on, of key head (b, g), the `head`-th of those that are
+    // packed. Line after line: its tiles are mostly those of the line before. If there are no other
+    // shares, a tile is written as soon as it is complete.
+    void compute(int64_t head, int64_t b, int64_t g, int64_t share, int64_t shares, Sums& sums) {
+        const int64_t group = c.heads / c.kv_heads, h0 = g * group, h1 = h0 + group;
+        size_t ended = 0;
+        const auto write_until = [&](int64_t line) {
+            for (; ended < sums.ends.size() && sums.ends[ended].line <= line; ended++) {
+                Sums::write(c, b, g, sums.ends[ended].tile, &sums, &sums + 1);
+                sums.give_back(sums.ends[ended].tile);
+            }
+        };
+        if (shares == 1) {
+            sums.find_ends(b, h0, h1);
+            write_until(-1);
+        }
+        for (int64_t line = share; line < c.lines; line += shares) {
+            for (int64_t h = h0; h < h1; h++) {
+                const bool is_last = h + 1 == h1;
+                Errands errands;
+                const int64_t next = (is_last ? line + shares : line) * TILE;
+                errands.add(c.q, b, is_last ? h0 : h + 1, next, c.q_len, c.head_dim, false);
+                errands.add(c.grad_out, b, is_last ? h0 : h + 1, next, c.q_len, c.value_dim, false);
+                errands.add(c.grad_q, b, h, line * TILE, c.q_len, c.head_dim, true);
+                for (size_t i = ended; shares == 1 && is_last && i < sums.ends.size() &&
+                                       sums.ends[i].line == line; i++) {
+                    const int64_t j0 = sums.ends[i].tile * TILE;
+                    errands.add(c.grad_k, b, g, j0, c.kv_len, c.head_dim, true);
+                    errands.add(c.grad_v, b, g, j0, c.kv_len, c.value_dim, true);
+                }
+                compute_line(head, b, h, line, sums, errands);
+            }
+            if (shares == 1) write_until(line);
+        }
+    }
+
+   private:
+    void compute_line(int64_t head, int64_t b, int64_t h, int64_t line, Sums& sums,
+                      Errands& errands) {
+        const int64_t g = h / (c.heads / c.kv_heads), i0 = line * TILE;
+        const int64_t place = plane_of(c, b, h) * c.lines + line, tiles = tiles_of(c, place);
+        if (c.has_former && tiles == 0) return;
+        const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
+        errands.spread(tiles * (2 * TURNS_OF_PRODUCTS + 2 * turns_of_rows(c.head_dim) +
+                                turns_of_rows(c.value_dim)));
+        own.begin(c, b, h, i0, count);
+        for_tiles(c, place, [&](const Tile& tile) {
+            sums.begin(tile.j);
+            add_tile<DROPS>(c, own, tile, b, h, i0, count, found.at(head, b, g, tile.j),
+                            sums.keys(tile.j), sums.values(tile.j), errands);
+        });
+        own.end(c, b, h, i0, count);
+    }
+};
 
 // The gradients of key heads [first, last) and their query heads; `shared` has their key tiles, if
 // threads have none of their own.
 template <bool DROPS>
 int backward_heads(const Call& c, int64_t first, int64_t last, KeyTiles* shared, int64_t own_tiles,
-                   int64_t shares, int64_t sum_size, float* sums) {
-    const int64_t D = padded(c.head_dim), V = padded(c.value_dim), group = c.heads / c.kv_heads;
+                   int64_t shares, float* memory) {
     const int64_t tiles = ceil_div(c.kv_len, TILE), tasks = (last - first) * shares;
     const int64_t size = c.sum_lookups ? c.lookup_sums_size : 0;
     std::vector<double> lookup_sums(tasks * size, 0.0);
-    std::vector<char> begun(tasks * tiles, 0);  // sums of the others are not there
-    // A task's sums for key tile j: all those of keys come before those of values.
-    const auto sums_of = [&](int64_t n, int64_t j, bool of_values) {
-        return sums + n * sum_size + (of_values ? tiles * D + j * V : j * D) * TILE;
-    };
+    std::vector<Sums> sums;
+    for (int64_t n = 0; n < tasks; n++) sums.emplace_back(c, memory + n * Sums::floats(c));
     int failed = 0;
 #pragma omp parallel num_threads(c.threads) reduction(| : failed)
     {
-        QueryTile own(c);
-        FoundTiles found(c, true, shared, own_tiles);
-        failed |= !own.complete() || !found.complete();
+        BackwardLines<DROPS> lines(c, shared, own_tiles);
+        failed |= !lines.complete();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t n = 0; n < tasks; n++) {
             if (failed) continue;
             const int64_t head = n / shares, b = (first + head) / c.kv_heads;
-            const int64_t g = (first + head) % c.kv_heads;
-            own.lookup_sums = lookup_sums.data() + n * size;
-            // Line after line: its tiles are mostly those of the line before.
-            for (int64_t line = n % shares; line < c.lines; line += shares)
-                for (int64_t h = g * group; h < (g + 1) * group; h++) {
-                    const int64_t i0 = line * TILE;
-                    const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
-                    own.begin(c, b, h, i0, count);
-                    for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
-                        float* dk = sums_of(n, tile.j, false);
-                        float* dv = sums_of(n, tile.j, true);
-                        if (!begun[n * tiles + tile.j]) {
-                            std::memset(dk, 0, TILE * D * sizeof(float));
-                            std::memset(dv, 0, TILE * V * sizeof(float));
-                            begun[n * tiles + tile.j] = 1;
-                        }
-                        add_tile<DROPS>(c, own, tile, b, h, i0, count,
-                                        found.at(head, b, g, tile.j), dk, dv);
-                    });
-                    own.end(c, b, h, i0, count);
-                }
+            lines.own.lookup_sums = lookup_sums.data() + n * size;
+            lines.compute(head, b, (first + head) % c.kv_heads, n % shares, shares, sums[n]);
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < size; i++)
             for (int64_t n = 0; n < tasks; n++) c.lookup_sums[i] += lookup_sums[n * size + i];
         // What the shares have summed up, in their order.
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < (last - first) * tiles; n++) {
+        for (int64_t n = 0; n < (shares > 1 ? last - first : 0) * tiles; n++) {
             if (failed) continue;
-            const int64_t head = n / tiles, j = n % tiles;
-            const int64_t b = (first + head) / c.kv_heads, g = (first + head) % c.kv_heads;
-            const int64_t count = std::min<int64_t>(TILE, c.kv_len - j * TILE);
-            const auto write = [&](const Rows& x, bool of_values, int64_t columns, float factor) {
-                float* total = nullptr;
-                for (int64_t m = head * shares; m < (head + 1) * shares; m++) {
-                    if (!begun[m * tiles + j]) continue;
-                    float* part = sums_of(m, j, of_values);
-                    for (int64_t i = 0; total && i < TILE * padded(columns); i++)
-                        total[i] += part[i];
-                    total = total ? total : part;
-                }
-                write_tile(x, b, g, j * TILE, count, total, columns, factor);
-            };
-            write(c.grad_k, false, c.head_dim, static_cast<float>(c.scale));
-            write(c.grad_v, true, c.value_dim, 1.0f);
+            const int64_t head = n / tiles, b = (first + head) / c.kv_heads;
+            Sums* of_head = sums.data() + head * shares;
+            Sums::write(c, b, (first + head) % c.kv_heads, n % tiles, of_head, of_head + shares);
         }
     }
     return failed;
@@ -253,8 +349,7 @@ int backward_heads(const Call& c, int64_t first, int64_t last, KeyTiles* shared,
 
 template <bool DROPS>
 int backward(const Call& c) {
-    const int64_t D = padded(c.head_dim), V = padded(c.value_dim);
-    const int64_t tiles = ceil_div(c.kv_len, TILE), sum_size = tiles * TILE * (D + V);
+    const int64_t tiles = ceil_div(c.kv_len, TILE), sum_size = Sums::floats(c);
     const int64_t heads = c.batch * c.kv_heads;
     if (heads == 0) return 0;
     const TilesOfLine line(c);
@@ -270,7 +365,7 @@ int backward(const Call& c) {
         const int64_t last = std::min(first + step, heads);
         if (for_all && !pack_all(c, seen, first, last, shared)) return 1;
         if (backward_heads<DROPS>(c, first, last, for_all ? &shared : nullptr, line.own(), shares,
-                                  sum_size, sums.get()))
+                                  sums.get()))
             return 1;
     }
     return 0;

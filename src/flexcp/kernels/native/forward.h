@@ -12,7 +12,7 @@ constexpr int PLACES = (MR + WIDTH - 1) / WIDTH * WIDTH;
 
 // The state of a query tile's rows.
 struct Softmax {
-    float highest[TILE + PLACES] = {}, sum[TILE], shrink[TILE + PLACES] = {};
+    float highest[TILE + PLACES] = {}, sum[TILE + PLACES] = {}, shrink[TILE + PLACES] = {};
     int64_t width;
     Buffer out;  // [TILE][width], to be divided by `sum`
 
@@ -44,13 +44,24 @@ struct Softmax {
     }
 
     // Takes in the highest scores of a group's rows: where they are higher than all before, what was
-    // summed up is to be made smaller. Rows past the group are given LOWEST, and stay.
-    void raise(int r0, const float* tops, const Limits& limits) {
+    // summed up is to be made smaller. Rows past the group are given LOWEST, and stay. `less` is what
+    // to subtract from scores: a row that has seen nothing has no highest one.
+    void raise(int r0, Vec* tops, float* less, const Limits& limits) {
         for (int i = 0; i < MR; i += WIDTH) {
-            const Vec before = load_anywhere(highest + r0 + i), top = load(tops + i);
+            const Vec before = load_anywhere(highest + r0 + i), top = joined(tops + i, larger);
             const IntVec higher = top > before;
-            store_anywhere(highest + r0 + i, higher ? top : before);
+            const Vec now = higher ? top : before;
+            store_anywhere(highest + r0 + i, now);
             store_anywhere(shrink + r0 + i, higher ? exp_of(before - top, limits) : splat(1.0f));
+            store(less + i, now > splat(LOWEST) ? now : Vec{});
+        }
+    }
+
+    // Takes in the sums of a group's weights; those of rows past it are 0.
+    void add(int r0, Vec* sums) {
+        for (int i = 0; i < MR; i += WIDTH) {
+            const Vec before = load_anywhere(sum + r0 + i) * load_anywhere(shrink + r0 + i);
+            store_anywhere(sum + r0 + i, before + joined(sums + i, sum_of));
         }
     }
 
@@ -75,34 +86,39 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
         const int end = PARTIAL ? outline.last[r0 / MR] : TILE;
         if (PARTIAL && begin == end) continue;
         const int upto = std::min(r0 + MR, count);
-        const uint32_t whole = outline.whole[r0 / MR];
-        alignas(sizeof(Vec)) float tops[PLACES];
-        for (float& top : tops) top = LOWEST;
-        for (int r = r0; r < upto; r++) {
-            float* row = s + r * TILE;
-            Vec top = splat(LOWEST);
-            for (int j = begin; j < end; j += WIDTH) {
-                Vec x = load(row + j);
-                if (PARTIAL && !(whole >> j / WIDTH & 1))
-                    store(row + j, x = tile.allowed(r, j) ? x : splat(-INFINITY));
-                top = x > top ? x : top;
+        for (int j = begin; PARTIAL && j < end; j += WIDTH) {
+            if (outline.whole[r0 / MR] >> j / WIDTH & 1) continue;
+            for (int r = r0; r < upto; r++) {
+                float* x = s + r * TILE + j;
+                store(x, tile.allowed(r, j) ? load(x) : splat(-INFINITY));
             }
-            tops[r - r0] = largest(top);
         }
-        rows.raise(r0, tops, limits);
+        Vec of_rows[PLACES];
+        for (Vec& top : of_rows) top = splat(LOWEST);
+        for (int r = r0; r < upto; r++) {
+            const float* row = s + r * TILE;
+            Vec top = splat(LOWEST);
+#pragma GCC unroll 6
+            for (int j = begin; j < end; j += WIDTH) top = larger(load(row + j), top);
+            of_rows[r - r0] = top;
+        }
+        alignas(sizeof(Vec)) float less[PLACES];
+        rows.raise(r0, of_rows, less, limits);
+        for (Vec& sum : of_rows) sum = Vec{};
         for (int r = r0; r < upto; r++) {
             float* row = s + r * TILE;
-            // A row that has seen nothing has no highest score to subtract.
-            const Vec less = splat(rows.highest[r] <= LOWEST ? 0.0f : rows.highest[r]);
+            const Vec lower = splat(less[r - r0]);
             Vec sum = {};
+#pragma GCC unroll 6
             for (int j = begin; j < end; j += WIDTH) {
-                Vec p = exp_of(load(row + j) - less, limits);
+                Vec p = exp_of(load(row + j) - lower, limits);
                 sum += p;
                 if (DROPS) p = kept->of(r, j) ? p * factor : Vec{};
                 store(row + j, p);
             }
-            rows.sum[r] = rows.sum[r] * rows.shrink[r] + total(sum);
+            of_rows[r - r0] = sum;
         }
+        rows.add(r0, of_rows);
     }
 }
 
@@ -121,19 +137,27 @@ struct ForwardLines {
 
     bool complete() const { return found.complete() && rows.out && copy && queries && s; }
 
-    // A line of query head (b, h), whose key head is the `head`-th of those that are packed.
-    void compute(int64_t head, int64_t b, int64_t h, int64_t line) {
+    // A line of query head (b, h), whose key head is the `head`-th of those that are packed; after it
+    // comes a line of another head or the same one, or none if it is past the last.
+    void compute(int64_t head, int64_t b, int64_t h, int64_t line, int64_t next_h,
+                 int64_t next_line) {
         const int64_t g = h / (c.heads / c.kv_heads), i0 = line * TILE;
         const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
         const int groups = static_cast<int>(ceil_div(count, MR));
+        const int64_t place = plane_of(c, b, h) * c.lines + line, tiles = tiles_of(c, place);
+        if (c.has_former && tiles == 0) return;
         const TileRows given = tile_rows(c.q, b, h, i0, c.q_len, c.head_dim, copy.get(), true);
         scale_rows(given, c.head_dim, static_cast<float>(c.scale), queries.get());
         rows.begin(c, b, h, i0, count);
-        for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
+        Errands errands;
+        errands.add(c.out, b, h, i0, c.q_len, c.value_dim, true);
+        errands.add(c.q, b, next_h, next_line * TILE, c.q_len, c.head_dim, false);
+        errands.spread(tiles * (TURNS_OF_PRODUCTS + turns_of_rows(rows.width)));
+        for_tiles(c, place, [&](const Tile& tile) {
             const KeyTile& key = found.at(head, b, g, tile.j);
             const Outline outline(tile, groups);
             products({queries.get(), c.head_dim}, key.keys, outline, groups, c.head_dim,
-                     key.next_keys, s.get());
+                     key.next_keys, s.get(), errands);
             Scored(c, b, h, line, tile.j, outline, count).change(s.get());
             const Kept kept(c, b, h, i0, tile.j * TILE);
             const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
@@ -143,7 +167,7 @@ struct ForwardLines {
                 add_pairs(tile, s.get(), key.rows, count, false, rows.width, rows.out.get());
             } else {
                 add_products(s.get(), key.rows, outline, groups, rows.width, rows.out.get(),
-                             AddedToPart{rows.shrink});
+                             AddedToPart{rows.shrink}, errands);
             }
         });
         rows.end(c, b, h, i0, count);
@@ -167,7 +191,8 @@ int forward_heads(const Call& c, int64_t first, int64_t last, KeyTiles& shared) 
             if (failed) continue;
             const int64_t head = n / c.lines / group, b = (first + head) / c.kv_heads;
             const int64_t h = (first + head) % c.kv_heads * group + n / c.lines % group;
-            lines.compute(head, b, h, c.order[plane_of(c, b, h) * c.lines + n % c.lines]);
+            const int64_t line = c.order[plane_of(c, b, h) * c.lines + n % c.lines];
+            lines.compute(head, b, h, line, h, c.lines);
         }
     }
     return failed;
@@ -194,7 +219,10 @@ int forward_stretches(const Call& c, int64_t own) {
             const int64_t b = n / stretches / c.kv_heads, g = n / stretches % c.kv_heads;
             const int64_t begin = n % stretches * size, end = std::min(begin + size, c.lines);
             for (int64_t line = begin; line < end; line++)
-                for (int64_t h = g * group; h < (g + 1) * group; h++) lines.compute(0, b, h, line);
+                for (int64_t h = g * group; h < (g + 1) * group; h++) {
+                    const bool is_last = h + 1 == (g + 1) * group;
+                    lines.compute(0, b, h, line, is_last ? g * group : h + 1, line + is_last);
+                }
         }
     }
     return failed;

@@ -162,9 +162,7 @@ struct TilesOfLine {
         const int64_t lines = c.lines * (1 + *std::max_element(c.plane_of, last));
         int64_t sum = 0;
         for (int64_t line = 0; line < lines; line++) {
-            int64_t here = c.partial_start[line + 1] - c.partial_start[line];
-            for (int64_t t = c.full_start[line]; t < c.full_start[line + 1]; t++)
-                here += c.full_stop[t] - c.full_tile[t];
+            const int64_t here = tiles_of(c, line);
             sum += here, most = std::max(most, here);
         }
         mean = static_cast<double>(sum) / std::max<int64_t>(lines, 1);

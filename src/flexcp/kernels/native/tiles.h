@@ -95,6 +95,14 @@ struct Tile {
     }
 };
 
+// How many tiles a line has.
+inline int64_t tiles_of(const Call& c, int64_t line) {
+    int64_t found = c.partial_start[line + 1] - c.partial_start[line];
+    for (int64_t t = c.full_start[line]; t < c.full_start[line + 1]; t++)
+        found += c.full_stop[t] - c.full_tile[t];
+    return found;
+}
+
 // Calls `each` with the full tiles of a line, then with the partial ones.
 template <typename Each>
 inline void for_tiles(const Call& c, int64_t line, Each each) {
@@ -177,13 +185,65 @@ inline void ask_for(const TileRows& rows, int row, int upto, int step, int64_t c
             __builtin_prefetch(rows.at(row, column + i), 0, 2);
 }
 
+// Rows that a line will write, or the next one read: asked for a few at a time, in the turns of its
+// products. Where lines have few tiles, waiting for them takes a twelfth of the time.
+class Errands {
+    static constexpr int MOST = 8;
+    struct Errand {
+        const char* data;
+        int64_t step, bytes, rows;
+        bool written;
+    };
+    Errand errands[MOST];
+    int count = 0, now = 0;
+    int64_t row = 0, rows_of_turn = 0;
+
+   public:
+    // Rows [first, first + TILE) of a tensor, if they are to be asked for one by one.
+    void add(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length, int64_t columns,
+             bool written) {
+        const int64_t size = x.type == 0 ? sizeof(float) : sizeof(uint16_t);
+        const int64_t rows = std::min<int64_t>(TILE, length - first);
+        if (count == MOST || x.element != 1 || rows <= 0) return;
+        const int64_t at = b * x.batch + h * x.head + first * x.row;
+        errands[count++] = {static_cast<const char*>(x.data) + at * size, x.row * size,
+                            columns * size, rows, written};
+    }
+
+    // All are to be done after so many turns.
+    void spread(int64_t turns) {
+        int64_t rows = 0;
+        for (int i = 0; i < count; i++) rows += errands[i].rows;
+        rows_of_turn = ceil_div(rows, std::max<int64_t>(turns, 1));
+    }
+
+    void take_turn() {
+        for (int64_t n = 0; n < rows_of_turn && now < count; n++) {
+            const Errand& x = errands[now];
+            const char* at = x.data + row * x.step;
+            for (int64_t i = 0; i < x.bytes; i += CACHE_LINE * sizeof(float)) {
+                if (x.written)
+                    __builtin_prefetch(at + i, 1, 2);
+                else
+                    __builtin_prefetch(at + i, 0, 2);
+            }
+            if (++row == x.rows) row = 0, now++;
+        }
+    }
+};
+
+// Turns of the products of one tile: with packed tiles, and of weights with rows of some width.
+constexpr int64_t TURNS_OF_PRODUCTS = TILE / NR * GROUPS;
+inline int64_t turns_of_rows(int64_t width) { return ceil_div(width, NR) * GROUPS; }
+
 // to[TILE][TILE] = a b, where the tile has pairs: b is packed across, in panels of NR columns.
 // `ahead` are rows of `depth` that the next tile needs.
 inline void products(const TileRows& a, const float* b, const Outline& outline, int groups,
-                     int64_t depth, const TileRows& ahead, float* to) {
+                     int64_t depth, const TileRows& ahead, float* to, Errands& errands) {
     for (int p = 0; p < TILE / NR; p++, b += NR * depth)
         for (int g = 0; g < groups; g++) {
             ask_for(ahead, p * NR + g, p * NR + NR, groups, 0, depth);
+            errands.take_turn();
             const uint32_t seen = outline.vectors[g] >> 2 * p & 3;
             if (!seen) continue;
             const float* rows = a.data + g * MR * a.step;
@@ -213,9 +273,11 @@ template <typename Written>
 // to[TILE][width] += weights values, or to a part of what was there; width is in whole vectors.
 template <typename Written>
 inline void add_products(const float* weights, const TileRows& values, const Outline& outline,
-                         int groups, int64_t width, float* to, const Written& written) {
+                         int groups, int64_t width, float* to, const Written& written,
+                         Errands& errands) {
     for (int64_t d = 0; d < width; d += NR)
         for (int g = 0; g < groups; g++) {
+            errands.take_turn();
             if (!outline.vectors[g]) continue;
             ask_for(values, TILE + g, 2 * TILE, groups, d, NR);
             multiply_rows(weights + g * MR * TILE + outline.from[g], 1, TILE,
@@ -227,7 +289,7 @@ inline void add_products(const float* weights, const TileRows& values, const Out
 
 // to[TILE][width] += transposed(weights) rows; width is in whole vectors.
 inline void add_transposed(const float* weights, const TileRows& rows, const Outline& outline,
-                           int groups, int64_t width, float* to) {
+                           int groups, int64_t width, float* to, Errands& errands) {
     int begin[GROUPS], end[GROUPS];  // of every MR columns, the groups that see one of them
     for (int j = 0; j < GROUPS; j++) {
         begin[j] = 0, end[j] = groups;
@@ -236,6 +298,7 @@ inline void add_transposed(const float* weights, const TileRows& rows, const Out
     }
     for (int64_t d = 0; d < width; d += NR)
         for (int j = 0; j < GROUPS; j++) {
+            errands.take_turn();
             const int from = begin[j] * MR, upto = end[j] * MR;
             if (from == upto) continue;
             float* sums = to + j * MR * width + d;
