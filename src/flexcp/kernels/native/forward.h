@@ -75,6 +75,13 @@ struct Softmax {
     }
 };
 
+// Fills the places past those of `rows`, of which there are mostly MR.
+inline void fill_past(Vec* of_rows, int rows, Vec with) {
+#pragma GCC unroll 16
+    for (int i = MR; i < PLACES; i++) of_rows[i] = with;
+    for (int i = rows; __builtin_expect(i < MR, 0); i++) of_rows[i] = with;
+}
+
 // Scores of a tile to weights, in place. All rows of a group have their highest score before the
 // first has its weights: the processor does several at a time, which one row alone can't offer.
 template <bool PARTIAL, bool DROPS>
@@ -94,7 +101,7 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
             }
         }
         Vec of_rows[PLACES];
-        for (Vec& top : of_rows) top = splat(LOWEST);
+        fill_past(of_rows, upto - r0, splat(LOWEST));
         for (int r = r0; r < upto; r++) {
             const float* row = s + r * TILE;
             Vec top = splat(LOWEST);
@@ -104,7 +111,7 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
         }
         alignas(sizeof(Vec)) float less[PLACES];
         rows.raise(r0, of_rows, less, limits);
-        for (Vec& sum : of_rows) sum = Vec{};
+        fill_past(of_rows, upto - r0, Vec{});
         for (int r = r0; r < upto; r++) {
             float* row = s + r * TILE;
             const Vec lower = splat(less[r - r0]);
