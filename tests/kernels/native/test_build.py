@@ -10,6 +10,7 @@ import flexcp
 from flexcp import masks
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
+from flexcp.kernels.interface import Partial
 from flexcp.kernels.native import build, library
 from flexcp.kernels.native.build import BuildError, built
 from flexcp.kernels.native.kernel import NativeKernel
@@ -40,10 +41,15 @@ def test_vectors_of_every_width_give_the_same_result(width: int) -> None:
     kernel = NativeKernel(load(built(extra=(f"-DFLEXCP_WIDTH={width}",))))
     own = library.library()
     assert isinstance(own, Library)
+    second = CompiledShapes(
+        shapes_of(flexcp.build_block_grid(masks.document(lengths=[40, 293]), 333))
+    )
     for name in ("documents", "noise", "window", "by head"):
         mask = MASKS[name]()
         compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(mask, 333, batch=1, heads=4)))
         q, k, v = torch.randn(1, 4, 333, 20), torch.randn(1, 2, 333, 20), torch.randn(1, 2, 333, 9)
+        poisoned = v.clone()
+        poisoned[:, :, 5] = torch.inf  # of the next round's first document
         dropout = Dropout(0.2, 7) if name == "documents" else None
         runs = []
         for tried in (kernel, NativeKernel(own)):
@@ -51,9 +57,13 @@ def test_vectors_of_every_width_give_the_same_result(width: int) -> None:
             back = tried.backward(
                 found.out.cos(), q, k, v, found.out, found.lse, compiled, scale=0.3, dropout=dropout
             )
-            runs.append((found.out, found.lse, back.q, back.k, back.v))
+            former = Partial(found.out.clone(), found.lse.clone())
+            more = tried.forward(q, k, poisoned, second, scale=0.3, former=former)
+            runs.append((found.out, found.lse, back.q, back.k, back.v, more.out, more.lse))
         for actual, wanted in zip(*runs, strict=True):
-            assert_close(actual, wanted)
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert runs[0][5][:, :, :40].isinf().any()
+        assert runs[0][5][:, :, 40:].isfinite().all()
 
 
 @needs_compiler

@@ -164,35 +164,68 @@ inline int64_t shares_of(const Call& c, int64_t heads, int64_t sum_size) {
     return shares;
 }
 
-// Where a task sums up the gradients of one key head, by key tile. The memory of a tile that is
-// complete is given to the next one that begins: it is still in the cache.
+// From which line to which the tiles of a key head are summed up, if lines come in order.
+struct Life {
+    struct End {
+        int32_t line, tile;  // the last line that sees a tile, -1 for none
+
+        // Of tiles that end together the last is first: the next ones to begin are given their
+        // places in order.
+        bool operator<(const End& x) const { return line != x.line ? line < x.line : tile > x.tile; }
+    };
+    std::vector<End> ends;  // ascending
+    int64_t most = 0;  // tiles that are summed up at the same time
+
+    // Of query heads [h0, h1), which share a key head.
+    Life(const Call& c, int64_t b, int64_t h0, int64_t h1) : ends(ceil_div(c.kv_len, TILE)) {
+        for (size_t j = 0; j < ends.size(); j++) ends[j] = {-1, static_cast<int32_t>(j)};
+        std::vector<int32_t> begun(c.lines + 1, 0);  // by line
+        for (int64_t line = 0; line < c.lines; line++)
+            for (int64_t h = h0; h < h1; h++) {
+                if (h > h0 && plane_of(c, b, h) == plane_of(c, b, h - 1)) continue;
+                for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
+                    begun[line] += ends[tile.j].line < 0;
+                    ends[tile.j].line = static_cast<int32_t>(line);
+                });
+            }
+        std::sort(ends.begin(), ends.end());
+        size_t ended = 0;
+        while (ended < ends.size() && ends[ended].line < 0) ended++;
+        int64_t now = 0;
+        for (int64_t line = 0; line < c.lines; line++) {
+            most = std::max(most, now += begun[line]);
+            for (; ended < ends.size() && ends[ended].line == line; ended++) now--;
+        }
+    }
+};
+
+// Where the gradients of a key head are summed up, by key tile. The place of a tile that is complete
+// is given to the next one that begins: it is still in the cache.
 class Sums {
     const Call& c;
-    const int64_t tiles, D, V;
+    const int64_t places, D, V;
     float* const memory;
-    std::vector<int32_t> place_of, free;  // places by tile, -1 for none; and those given back
+    std::vector<int32_t> place_of, free;  // places by tile, -1 for none; and those that are free
 
    public:
-    struct End {
-        int32_t line, tile;
-        bool operator<(const End& x) const { return line != x.line ? line < x.line : tile < x.tile; }
-    };
-    std::vector<End> ends;  // the last line that sees each tile, -1 for none; ascending
-
-    Sums(const Call& call, float* given)
-        : c(call), tiles(ceil_div(call.kv_len, TILE)), D(padded(call.head_dim)),
-          V(padded(call.value_dim)), memory(given), place_of(tiles, -1), ends(tiles) {
-        for (int64_t i = tiles; i > 0; i--) free.push_back(static_cast<int32_t>(i - 1));
+    Sums(const Call& call, int64_t count, float* given)
+        : c(call), places(count), D(padded(call.head_dim)), V(padded(call.value_dim)),
+          memory(given), place_of(ceil_div(call.kv_len, TILE), -1) {
+        // It never grows: what is put back later was taken.
+        for (int64_t i = places; i > 0; i--) free.push_back(static_cast<int32_t>(i - 1));
     }
 
-    static int64_t floats(const Call& c) {
-        return ceil_div(c.kv_len, TILE) * TILE * (padded(c.head_dim) + padded(c.value_dim));
+    // Floats of a number of places.
+    static int64_t floats(const Call& c, int64_t places) {
+        return places * TILE * (padded(c.head_dim) + padded(c.value_dim));
     }
 
     bool has(int64_t j) const { return place_of[j] >= 0; }
-    // All sums for keys come before those for values: those of one tile after the other's.
-    float* keys(int64_t j) const { return memory + place_of[j] * TILE * D; }
-    float* values(int64_t j) const { return memory + TILE * (tiles * D + place_of[j] * V); }
+    // All sums for keys come before those for values: those of one place after the other's.
+    float* keys(int64_t j) const { return memory + int64_t{place_of[j]} * TILE * D; }
+    float* values(int64_t j) const {
+        return memory + TILE * (places * D + int64_t{place_of[j]} * V);
+    }
 
     void begin(int64_t j) {
         if (has(j)) return;
@@ -205,17 +238,6 @@ class Sums {
     void give_back(int64_t j) {
         if (has(j)) free.push_back(place_of[j]);
         place_of[j] = -1;
-    }
-
-    // Finds the ends, if lines come in order and those of query heads [h0, h1) one after the other.
-    void find_ends(int64_t b, int64_t h0, int64_t h1) {
-        for (int64_t j = 0; j < tiles; j++) ends[j] = {-1, static_cast<int32_t>(j)};
-        for (int64_t line = 0; line < c.lines; line++)
-            for (int64_t h = h0; h < h1; h++)
-                for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
-                    ends[tile.j].line = static_cast<int32_t>(line);
-                });
-        std::sort(ends.begin(), ends.end());
     }
 
     // Writes the gradients of tile j of key head (b, g): the sums of some tasks, or 0 if it has none.
@@ -255,82 +277,128 @@ struct BackwardLines {
 
     bool complete() const { return found.complete() && own.complete(); }
 
-    // Every `shares`-th line, from `share` on, of key head (b, g), the `head`-th of those that are
-    // packed. Line after line: its tiles are mostly those of the line before. If there are no other
-    // shares, a tile is written as soon as it is complete.
-    void compute(int64_t head, int64_t b, int64_t g, int64_t share, int64_t shares, Sums& sums) {
-        const int64_t group = c.heads / c.kv_heads, h0 = g * group, h1 = h0 + group;
+    // All lines of key head (b, g), the `head`-th of those that are packed. A tile is written as soon
+    // as it is complete.
+    void compute(int64_t head, int64_t b, int64_t g, const Life& life, Sums& sums) {
         size_t ended = 0;
         const auto write_until = [&](int64_t line) {
-            for (; ended < sums.ends.size() && sums.ends[ended].line <= line; ended++) {
-                Sums::write(c, b, g, sums.ends[ended].tile, &sums, &sums + 1);
-                sums.give_back(sums.ends[ended].tile);
+            for (; ended < life.ends.size() && life.ends[ended].line <= line; ended++) {
+                Sums::write(c, b, g, life.ends[ended].tile, &sums, &sums + 1);
+                sums.give_back(life.ends[ended].tile);
             }
         };
-        if (shares == 1) {
-            sums.find_ends(b, h0, h1);
-            write_until(-1);
-        }
-        for (int64_t line = share; line < c.lines; line += shares) {
-            for (int64_t h = h0; h < h1; h++) {
-                const bool is_last = h + 1 == h1;
-                Errands errands;
-                const int64_t next = (is_last ? line + shares : line) * TILE;
-                errands.add(c.q, b, is_last ? h0 : h + 1, next, c.q_len, c.head_dim, false);
-                errands.add(c.grad_out, b, is_last ? h0 : h + 1, next, c.q_len, c.value_dim, false);
-                errands.add(c.grad_q, b, h, line * TILE, c.q_len, c.head_dim, true);
-                for (size_t i = ended; shares == 1 && is_last && i < sums.ends.size() &&
-                                       sums.ends[i].line == line; i++) {
-                    const int64_t j0 = sums.ends[i].tile * TILE;
-                    errands.add(c.grad_k, b, g, j0, c.kv_len, c.head_dim, true);
-                    errands.add(c.grad_v, b, g, j0, c.kv_len, c.value_dim, true);
-                }
-                compute_line(head, b, h, line, sums, errands);
+        write_until(-1);
+        for (int64_t line = 0; line < c.lines; line++) {
+            Errands errands;
+            for (size_t i = ended; i < life.ends.size() && life.ends[i].line == line; i++) {
+                const int64_t j0 = int64_t{life.ends[i].tile} * TILE;
+                if (errands.left() < 5) break;
+                errands.add(c.grad_k, b, g, j0, c.kv_len, c.head_dim, true);
+                errands.add(c.grad_v, b, g, j0, c.kv_len, c.value_dim, true);
             }
-            if (shares == 1) write_until(line);
+            compute_line(head, b, g, line, 1, sums, errands);
+            write_until(line);
         }
     }
 
-   private:
-    void compute_line(int64_t head, int64_t b, int64_t h, int64_t line, Sums& sums,
-                      Errands& errands) {
-        const int64_t g = h / (c.heads / c.kv_heads), i0 = line * TILE;
-        const int64_t place = plane_of(c, b, h) * c.lines + line, tiles = tiles_of(c, place);
-        if (c.has_former && tiles == 0) return;
-        const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
-        errands.spread(tiles * (2 * TURNS_OF_PRODUCTS + 2 * turns_of_rows(c.head_dim) +
-                                turns_of_rows(c.value_dim)));
-        own.begin(c, b, h, i0, count);
-        for_tiles(c, place, [&](const Tile& tile) {
-            sums.begin(tile.j);
-            add_tile<DROPS>(c, own, tile, b, h, i0, count, found.at(head, b, g, tile.j),
-                            sums.keys(tile.j), sums.values(tile.j), errands);
-        });
-        own.end(c, b, h, i0, count);
+    // Every `shares`-th line, from `share` on: its sums are a part of the gradients.
+    void compute_share(int64_t head, int64_t b, int64_t g, int64_t share, int64_t shares,
+                       Sums& sums) {
+        for (int64_t line = share; line < c.lines; line += shares)
+            compute_line(head, b, g, line, shares, sums, Errands());
     }
+
+   private:
+    // A line of all query heads of a key head. Line after line: its tiles are mostly those of the
+    // line before. `last` is what to ask for in the last one.
+    void compute_line(int64_t head, int64_t b, int64_t g, int64_t line, int64_t step, Sums& sums,
+                      const Errands& last) {
+        const int64_t group = c.heads / c.kv_heads, h0 = g * group, h1 = h0 + group;
+        for (int64_t h = h0; h < h1; h++) {
+            const bool is_last = h + 1 == h1;
+            const int64_t next_h = is_last ? h0 : h + 1;
+            const int64_t i0 = line * TILE, next = (is_last ? line + step : line) * TILE;
+            const int64_t place = plane_of(c, b, h) * c.lines + line, tiles = tiles_of(c, place);
+            if (c.has_former && tiles == 0) continue;
+            Errands errands = is_last ? last : Errands();
+            errands.add(c.q, b, next_h, next, c.q_len, c.head_dim, false);
+            errands.add(c.grad_out, b, next_h, next, c.q_len, c.value_dim, false);
+            errands.add(c.grad_q, b, h, i0, c.q_len, c.head_dim, true);
+            errands.spread(tiles * (2 * TURNS_OF_PRODUCTS + 2 * turns_of_rows(c.head_dim) +
+                                    turns_of_rows(c.value_dim)));
+            const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
+            own.begin(c, b, h, i0, count);
+            for_tiles(c, place, [&](const Tile& tile) {
+                sums.begin(tile.j);
+                add_tile<DROPS>(c, own, tile, b, h, i0, count, found.at(head, b, g, tile.j),
+                                sums.keys(tile.j), sums.values(tile.j), errands);
+            });
+            own.end(c, b, h, i0, count);
+        }
+    }
+};
+
+// How the backward pass is cut into tasks: key heads, or with `shares` parts of one, whose sums are
+// added up in the end.
+struct Tasks {
+    std::vector<Life> lives;  // of every key head, or one for all
+    int64_t heads;  // key heads at once
+    int64_t shares, threads;
+    int64_t places;  // of a task's sums
+
+    Tasks(const Call& c, int64_t packed_bytes)
+        : heads(heads_at_once(c, packed_bytes, 1, 1)), threads(c.threads),
+          places(ceil_div(c.kv_len, TILE)) {
+        const int64_t group = c.heads / c.kv_heads;
+        const int32_t* last = c.plane_of + c.planes_batch * c.planes_heads;
+        const bool is_one = *std::max_element(c.plane_of, last) == 0;
+        for (int64_t n = 0; n < (is_one ? 1 : c.batch * c.kv_heads); n++) {
+            const int64_t h0 = n % c.kv_heads * group;
+            lives.emplace_back(c, n / c.kv_heads, h0, h0 + group);
+        }
+        shares = shares_of(c, heads, Sums::floats(c, places));
+        if (shares > 1) return;
+        places = 0;
+        for (const Life& life : lives) places = std::max(places, life.most);
+        const int64_t bytes = Sums::floats(c, places) * int64_t{sizeof(float)};
+        const int64_t fit = 4 * MOST_BYTES / std::max<int64_t>(bytes, 1);
+        threads = std::clamp<int64_t>(std::min(fit, heads), 1, c.threads);
+    }
+
+    // How many have sums of their own: every share of some key heads, or every thread.
+    int64_t sums() const { return shares > 1 ? heads * shares : threads; }
+
+    const Life& life(int64_t head) const { return lives[lives.size() == 1 ? 0 : head]; }
 };
 
 // The gradients of key heads [first, last) and their query heads; `shared` has their key tiles, if
 // threads have none of their own.
 template <bool DROPS>
 int backward_heads(const Call& c, int64_t first, int64_t last, KeyTiles* shared, int64_t own_tiles,
-                   int64_t shares, float* memory) {
-    const int64_t tiles = ceil_div(c.kv_len, TILE), tasks = (last - first) * shares;
+                   const Tasks& cut, std::vector<Sums>& sums) {
+    const int64_t tiles = ceil_div(c.kv_len, TILE), shares = cut.shares;
+    const int64_t tasks = (last - first) * shares;
     const int64_t size = c.sum_lookups ? c.lookup_sums_size : 0;
     std::vector<double> lookup_sums(tasks * size, 0.0);
-    std::vector<Sums> sums;
-    for (int64_t n = 0; n < tasks; n++) sums.emplace_back(c, memory + n * Sums::floats(c));
+    int64_t begun = 0;
     int failed = 0;
-#pragma omp parallel num_threads(c.threads) reduction(| : failed)
+#pragma omp parallel num_threads(cut.threads) reduction(| : failed)
     {
+        int64_t thread;
+#pragma omp atomic capture
+        thread = begun++;
         BackwardLines<DROPS> lines(c, shared, own_tiles);
         failed |= !lines.complete();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t n = 0; n < tasks; n++) {
             if (failed) continue;
             const int64_t head = n / shares, b = (first + head) / c.kv_heads;
+            const int64_t g = (first + head) % c.kv_heads;
             lines.own.lookup_sums = lookup_sums.data() + n * size;
-            lines.compute(head, b, (first + head) % c.kv_heads, n % shares, shares, sums[n]);
+            if (shares == 1)
+                lines.compute(head, b, g, cut.life(first + head), sums[thread]);
+            else
+                lines.compute_share(head, b, g, n % shares, shares, sums[n]);
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < size; i++)
@@ -344,28 +412,30 @@ int backward_heads(const Call& c, int64_t first, int64_t last, KeyTiles* shared,
             Sums::write(c, b, (first + head) % c.kv_heads, n % tiles, of_head, of_head + shares);
         }
     }
+    for (int64_t n = 0; shares > 1 && n < tasks; n++)
+        for (int64_t j = 0; j < tiles; j++) sums[n].give_back(j);
     return failed;
 }
 
 template <bool DROPS>
 int backward(const Call& c) {
-    const int64_t tiles = ceil_div(c.kv_len, TILE), sum_size = Sums::floats(c);
-    const int64_t heads = c.batch * c.kv_heads;
+    const int64_t tiles = ceil_div(c.kv_len, TILE), heads = c.batch * c.kv_heads;
     if (heads == 0) return 0;
     const TilesOfLine line(c);
     const bool for_all = line.are_many();
-    const int64_t packed = for_all ? tiles * KeyTiles::floats(c, true) : 0;
-    const int64_t step = heads_at_once(c, (packed + sum_size) * 4, 1, 1);
-    const int64_t shares = shares_of(c, step, sum_size);
-    KeyTiles shared(c, true, true, for_all ? step * tiles : 0);
-    const Buffer sums = buffer(step * shares * sum_size);
-    if (!shared.memory || !sums) return 1;
+    const Tasks cut(c, for_all ? tiles * KeyTiles::floats(c, true) * int64_t{sizeof(float)} : 0);
+    KeyTiles shared(c, true, true, for_all ? cut.heads * tiles : 0);
+    const int64_t size = Sums::floats(c, cut.places);
+    const Buffer memory = buffer(cut.sums() * size);
+    if (!shared.memory || !memory) return 1;
+    std::vector<Sums> sums;
+    for (int64_t n = 0; n < cut.sums(); n++) sums.emplace_back(c, cut.places, memory.get() + n * size);
     const std::vector<char> seen = for_all ? seen_tiles(c) : std::vector<char>();
-    for (int64_t first = 0; first < heads; first += step) {
-        const int64_t last = std::min(first + step, heads);
+    for (int64_t first = 0; first < heads; first += cut.heads) {
+        const int64_t last = std::min(first + cut.heads, heads);
         if (for_all && !pack_all(c, seen, first, last, shared)) return 1;
-        if (backward_heads<DROPS>(c, first, last, for_all ? &shared : nullptr, line.own(), shares,
-                                  sums.get()))
+        if (backward_heads<DROPS>(c, first, last, for_all ? &shared : nullptr, line.own(), cut,
+                                  sums))
             return 1;
     }
     return 0;

@@ -173,8 +173,8 @@ struct TileRows {
 };
 
 // Tiles are mostly taken in order: while one is computed, the processor fetches what the next one
-// needs, which is further away than a product can wait for. There may be nothing there: such a
-// request is not carried out.
+// needs, which is further away than a product can wait for; sums of key tiles mostly lie in their
+// order too. There may be nothing there: such a request is not carried out.
 constexpr int CACHE_LINE = 64 / sizeof(float);
 
 // Asks for `floats` numbers, from a column on, of every `step`-th row in [row, upto).
@@ -196,9 +196,12 @@ class Errands {
     };
     Errand errands[MOST];
     int count = 0, now = 0;
-    int64_t row = 0, rows_of_turn = 0;
+    int64_t row = 0, rows_of_turn = 0, turns_before = 0;
 
    public:
+    // How many more can be added.
+    int left() const { return MOST - count; }
+
     // Rows [first, first + TILE) of a tensor, if they are to be asked for one by one.
     void add(const Rows& x, int64_t b, int64_t h, int64_t first, int64_t length, int64_t columns,
              bool written) {
@@ -210,14 +213,16 @@ class Errands {
                             columns * size, rows, written};
     }
 
-    // All are to be done after so many turns.
+    // All are to be done after so many turns; not long before, or the cache has lost them again.
     void spread(int64_t turns) {
         int64_t rows = 0;
         for (int i = 0; i < count; i++) rows += errands[i].rows;
         rows_of_turn = ceil_div(rows, std::max<int64_t>(turns, 1));
+        turns_before = turns - 2 * ceil_div(rows, std::max<int64_t>(rows_of_turn, 1));
     }
 
     void take_turn() {
+        if (turns_before-- > 0) return;
         for (int64_t n = 0; n < rows_of_turn && now < count; n++) {
             const Errand& x = errands[now];
             const char* at = x.data + row * x.step;

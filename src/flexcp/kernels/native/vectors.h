@@ -79,7 +79,8 @@ inline Vec in_turn(Vec a, Vec b) {
 #endif
 }
 
-// Each of WIDTH vectors as one number, in a fixed order. One by one takes three times as long.
+// Each of WIDTH vectors, which are overwritten, as one number, in a fixed order. One by one takes
+// three times as long.
 template <typename Join>
 inline Vec joined(Vec* x, Join join) {
 #pragma GCC unroll 4
