@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexcp.grid.analysis.indexing import order_of
 from flexcp.layout.row_sets import expand
 from flexcp.schedule.needs import Needs
 from flexcp.schedule.tables import Pass, Tasks, Transfers
@@ -91,7 +92,7 @@ class OwnWork:
         closes = torch.ones_like(opens)
         closes[:-1] = opens[1:]
         found = (round_[opens], self.rank[opens], self.start[opens], self.stop[closes])
-        order = torch.argsort(found[0], stable=True)
+        order = order_of(found[0])
         return Tasks(*(x[order] for x in found))
 
 
@@ -106,7 +107,7 @@ def even_parts(
     than last ones, and a rank with most of its work in some rounds would hold up the others.
     """
     pair = user * (int(distance.max()) + 1) + distance
-    order = torch.argsort(pair, stable=True)
+    order = order_of(pair)
     user, pair, start, stop = (x[order] for x in (user, pair, start, stop))
     ends = (stop - start).cumsum(0)
     begins = ends - (stop - start)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexcp.grid.analysis.indexing import take
+from flexcp.grid.analysis.indexing import order_of, take
 from flexcp.layout.row_sets import expand
 from flexcp.schedule.exchange import OwnWork, even_parts
 from flexcp.schedule.needs import Needs
@@ -76,7 +76,7 @@ class Relays:
         count, moves, work = self.forward.rounds, self.forward.moves, self.forward.work
         if keep:
             last = count - 1
-            order = torch.argsort(last - work.round, stable=True)
+            order = order_of(last - work.round)
             columns = (last - work.round, work.rank, work.start, work.stop)
             home = _joined(_back(fetched, last - fetched.round), _back(passed, last - passed.round))
             tasks = Tasks(*(take(x, order) for x in columns))
@@ -119,7 +119,7 @@ class _Ways:
         line, place = expand(torch.searchsorted(edges, end) - first)
         segment = take(first, line) + place
         who, whose = (take(x[far], line) for x in (user, owner))
-        order = torch.argsort(segment * needs.layout.ranks + who)
+        order = order_of(segment * needs.layout.ranks + who)
         segment, who, whose = (take(x, order) for x in (segment, who, whose))
         segment, inverse, users = torch.unique_consecutive(
             segment, return_inverse=True, return_counts=True
@@ -162,7 +162,7 @@ def _parts_of_turns(
 
     All rows of segments that are the `same`, in their order, are cut into a part for every user.
     """
-    order = torch.argsort(same, stable=True)
+    order = order_of(same)
     rows = torch.zeros_like(size).index_add_(0, same, size)
     before = torch.zeros_like(size)
     before[order] = take(size, order).cumsum(0) - take(size, order)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexcp.grid.analysis.indexing import take
+from flexcp.grid.analysis.indexing import order_of, take
 from flexcp.layout import Layout
 from flexcp.packing import reduce_packed
 from flexcp.schedule.heads import HeadSlice
@@ -64,7 +64,7 @@ class Transfers:
             return cls(round_, source, target, start, stop)
         ranks = int(torch.maximum(source, target).max()) + 1
         key = ((round_ * ranks + target) * ranks + source) * (int(start.max()) + 1) + start
-        order = torch.argsort(key)
+        order = order_of(key)
         columns = [take(x, order) for x in (round_, source, target, start, stop)]
         opens = torch.ones(order.numel(), dtype=torch.bool)
         opens[1:] = columns[3][1:] != columns[4][:-1]
@@ -121,7 +121,7 @@ class Tasks:
         """Each row as soon as it has arrived, after what comes before."""
         tables = [*before, cls(moves.round, moves.target, moves.start, moves.stop)]
         round_ = torch.cat([t.round for t in tables])
-        order = torch.argsort(round_, stable=True)
+        order = order_of(round_)
         rest = (torch.cat([getattr(t, n) for t in tables]) for n in ("rank", "start", "stop"))
         return cls(take(round_, order), *(take(x, order) for x in rest))
 
@@ -249,7 +249,7 @@ class Schedule:
         home while a rank computes its own.
         """
         what, last = self.backward, self.backward.rounds - 1
-        order = torch.argsort(last - what.work.round, stable=True)
+        order = order_of(last - what.work.round)
         work = Tasks(
             (last - what.work.round)[order],
             *(take(x, order) for x in (what.work.rank, what.work.start, what.work.stop)),

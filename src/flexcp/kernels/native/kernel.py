@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexcp.kernels.tiles import TileLists
 
 _TASKS_OF_THREAD = 8
-"""More than `backward.h` cuts heads into, where there are fewer heads than threads."""
+"""More than `sums.h` cuts heads into, where there are fewer heads than threads."""
 
 
 @dataclass(frozen=True)

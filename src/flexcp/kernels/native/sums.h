@@ -1,0 +1,158 @@
+// Sums of gradients of keys and values: where they are, how long, and of which tasks.
+#pragma once
+
+#include "operands.h"
+
+namespace {
+
+// From which line to which the tiles of a key head are summed up, if lines come in order.
+struct Life {
+    struct End {
+        int32_t line, tile;  // the last line that sees a tile, -1 for none
+
+        // Of tiles that end together the last is first: the next ones to begin are given their
+        // places in order.
+        bool operator<(const End& x) const { return line != x.line ? line < x.line : tile > x.tile; }
+    };
+    std::vector<End> ends;  // ascending
+    int64_t most = 0;  // tiles that are summed up at the same time
+
+    // Of query heads [h0, h1), which share a key head.
+    Life(const Call& c, int64_t b, int64_t h0, int64_t h1) : ends(ceil_div(c.kv_len, TILE)) {
+        for (size_t j = 0; j < ends.size(); j++) ends[j] = {-1, static_cast<int32_t>(j)};
+        std::vector<int32_t> begun(c.lines + 1, 0);  // by line
+        for (int64_t line = 0; line < c.lines; line++)
+            for (int64_t h = h0; h < h1; h++) {
+                if (h > h0 && plane_of(c, b, h) == plane_of(c, b, h - 1)) continue;
+                for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
+                    begun[line] += ends[tile.j].line < 0;
+                    ends[tile.j].line = static_cast<int32_t>(line);
+                });
+            }
+        std::sort(ends.begin(), ends.end());
+        size_t ended = 0;
+        while (ended < ends.size() && ends[ended].line < 0) ended++;
+        int64_t now = 0;
+        for (int64_t line = 0; line < c.lines; line++) {
+            most = std::max(most, now += begun[line]);
+            for (; ended < ends.size() && ends[ended].line == line; ended++) now--;
+        }
+    }
+};
+
+// Where the gradients of a key head are summed up, by key tile. The place of a tile that is complete
+// is given to the next one that begins: it is still in the cache.
+class Sums {
+    const Call& c;
+    const int64_t places, D, V;
+    float* const memory;
+    std::vector<int32_t> place_of, free;  // places by tile, -1 for none; and those that are free
+
+   public:
+    Sums(const Call& call, int64_t count, float* given)
+        : c(call), places(count), D(padded(call.head_dim)), V(padded(call.value_dim)),
+          memory(given), place_of(ceil_div(call.kv_len, TILE), -1) {
+        // It never grows: what is put back later was taken.
+        for (int64_t i = places; i > 0; i--) free.push_back(static_cast<int32_t>(i - 1));
+    }
+
+    // Floats of a number of places.
+    static int64_t floats(const Call& c, int64_t places) {
+        return places * TILE * (padded(c.head_dim) + padded(c.value_dim));
+    }
+
+    bool has(int64_t j) const { return place_of[j] >= 0; }
+    // All sums for keys come before those for values: those of one place after the other's.
+    float* keys(int64_t j) const { return memory + int64_t{place_of[j]} * TILE * D; }
+    float* values(int64_t j) const {
+        return memory + TILE * (places * D + int64_t{place_of[j]} * V);
+    }
+
+    void begin(int64_t j) {
+        if (has(j)) return;
+        place_of[j] = free.back();
+        free.pop_back();
+        std::memset(keys(j), 0, TILE * D * sizeof(float));
+        std::memset(values(j), 0, TILE * V * sizeof(float));
+    }
+
+    void give_back(int64_t j) {
+        if (has(j)) free.push_back(place_of[j]);
+        place_of[j] = -1;
+    }
+
+    // Writes the gradients of tile j of key head (b, g): the sums of some tasks, or 0 if it has none.
+    static void write(const Call& c, int64_t b, int64_t g, int64_t j, Sums* first, Sums* last) {
+        const auto write_to = [&](const Rows& x, bool of_values, int64_t columns, float factor) {
+            float* total = nullptr;
+            for (Sums* sums = first; sums != last; sums++) {
+                if (!sums->has(j)) continue;
+                float* part = of_values ? sums->values(j) : sums->keys(j);
+                for (int64_t i = 0; total && i < TILE * padded(columns); i++) total[i] += part[i];
+                total = total ? total : part;
+            }
+            const int64_t count = std::min<int64_t>(TILE, c.kv_len - j * TILE);
+            for (int64_t r = 0; r < count; r++) {
+                if (total) {
+                    write_row(x, b, g, j * TILE + r, total + r * padded(columns), columns, factor);
+                    continue;
+                }
+                float* to = row_of<float>(x, b, g, j * TILE + r);
+                for (int64_t d = 0; d < columns; d++) to[d * x.element] = 0;
+            }
+        };
+        write_to(c.grad_k, false, c.head_dim, static_cast<float>(c.scale));
+        write_to(c.grad_v, true, c.value_dim, 1.0f);
+    }
+};
+
+constexpr double BUSY = 0.8;  // share of the threads' time that is not to be waited for others
+
+// Into how many shares, with sums of their own, the lines of each of some key heads are cut: enough
+// to keep the threads busy.
+inline int64_t shares_of(const Call& c, int64_t heads, int64_t sum_size) {
+    int64_t shares = 1;
+    const auto busy = [&] {
+        const int64_t tasks = heads * shares;
+        return static_cast<double>(tasks) / (ceil_div(tasks, c.threads) * c.threads);
+    };
+    while (busy() < BUSY && shares * 2 <= c.lines &&
+           heads * shares * 2 * sum_size * int64_t{sizeof(float)} <= 4 * MOST_BYTES)
+        shares *= 2;
+    return shares;
+}
+
+// How the backward pass is cut into tasks: key heads, or with `shares` parts of one, whose sums are
+// added up in the end.
+struct Tasks {
+    std::vector<Life> lives;  // of every key head, or one for all
+    int64_t heads;  // key heads at once
+    int64_t shares, threads;
+    int64_t places;  // of a task's sums
+
+    Tasks(const Call& c, int64_t packed_bytes)
+        : heads(heads_at_once(c, packed_bytes, 1, 1)), threads(c.threads),
+          places(ceil_div(c.kv_len, TILE)) {
+        const int64_t group = c.heads / c.kv_heads;
+        const int32_t* last = c.plane_of + c.planes_batch * c.planes_heads;
+        const bool is_one = *std::max_element(c.plane_of, last) == 0;
+        for (int64_t n = 0; n < (is_one ? 1 : c.batch * c.kv_heads); n++) {
+            const int64_t h0 = n % c.kv_heads * group;
+            lives.emplace_back(c, n / c.kv_heads, h0, h0 + group);
+        }
+        shares = shares_of(c, heads, Sums::floats(c, places));
+        if (shares > 1) return;
+        places = 0;
+        for (const Life& life : lives) places = std::max(places, life.most);
+        const int64_t bytes = Sums::floats(c, places) * int64_t{sizeof(float)};
+        const int64_t fit = 4 * MOST_BYTES / std::max<int64_t>(bytes, 1);
+        threads = std::clamp<int64_t>(std::min(fit, heads), 1, c.threads);
+    }
+
+    // How many have sums of their own: every share of some key heads, or every thread.
+    int64_t sums() const { return shares > 1 ? heads * shares : threads; }
+
+    const Life& life(int64_t head) const { return lives[lives.size() == 1 ? 0 : head]; }
+};
+
+}  // namespace
