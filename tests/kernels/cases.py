@@ -110,9 +110,9 @@ def loss(out: Tensor, lse: Tensor | None = None) -> Tensor:
     return total
 
 
-__all__ = ["MASKS", "SIZE", "Problem", "documents", "loss", "problem"]
-
-
 def wide(*tensors: Tensor) -> list[Tensor]:
     """Tensors in float64, of which gradients are asked."""
     return [x.detach().to(torch.float64).requires_grad_() for x in tensors]
+
+
+__all__ = ["MASKS", "SIZE", "Problem", "documents", "loss", "problem", "wide"]

@@ -1,5 +1,7 @@
 """Lines of tiles and rounds in the C++ kernel: what is packed, merged, summed up and left alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -17,6 +19,16 @@ from flexcp.testing.tolerance import assert_close
 from kernels.cases import wide
 
 FLOAT64 = torch.float64
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -44,13 +56,9 @@ def test_key_tiles_are_packed_by_each_thread_or_for_all(
     grad_out = torch.randn(1, 2, length, dim, generator=random).to(inputs[0].dtype)
     mask = masks.causal() & masks.document(lengths=lengths)
     compiled = CompiledShapes(shapes_of(flexcp.build_block_grid(mask, length)))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         found = native.forward(*inputs, compiled, scale=0.2)
         back = native.backward(grad_out, *inputs, found.out, found.lse, compiled, scale=0.2)
-    finally:
-        torch.set_num_threads(before)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     for begin, end in pairwise(ends):
         rows = slice(begin, end)
@@ -131,13 +139,9 @@ def test_key_tiles_end_at_other_lines_for_every_head(native: NativeKernel, threa
     exact = wide(*inputs)
     expected = dense_attention(*exact, allowed=allowed[None], scale=0.2)
     grads = torch.autograd.grad(expected.out, exact, grad_out.to(FLOAT64))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         found = native.forward(*inputs, compiled, scale=0.2)
         back = native.backward(grad_out, *inputs, found.out, found.lse, compiled, scale=0.2)
-    finally:
-        torch.set_num_threads(before)
     assert_close(found.out, expected.out, dtype=torch.float32, what="out")
     for actual, wanted in zip((back.q, back.k, back.v), grads, strict=True):
         assert_close(actual, wanted, dtype=torch.float32, factor=2)
@@ -167,16 +171,12 @@ def test_rows_that_a_round_does_not_see_stay_as_they_are(native: NativeKernel) -
 def test_few_heads_are_shared_by_many_threads(native: NativeKernel, threads: int) -> None:
     (q, k, v), expected, grads, grad_out = whole(700)
     compiled = CompiledShapes(causal_shapes(700))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        runs = []
+    runs = []
+    with on_threads(threads):
         for _ in range(2):
             found = native.forward(q, k, v, compiled, scale=0.4)
             back = native.backward(grad_out, q, k, v, found.out, found.lse, compiled, scale=0.4)
             runs.append((found.out, found.lse, back.q, back.k, back.v))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     wanted = (expected.out, expected.lse, *grads)
     for actual, want in zip(runs[0], wanted, strict=True):

@@ -176,7 +176,7 @@ struct BackwardLines {
             Errands errands;
             for (size_t i = ended; i < life.ends.size() && life.ends[i].line == line; i++) {
                 const int64_t j0 = int64_t{life.ends[i].tile} * TILE;
-                if (errands.left() < 5) break;
+                if (errands.left() < 2 + 3) break;  // three are every line's own
                 errands.add(c.grad_k, b, g, j0, c.kv_len, c.head_dim, true);
                 errands.add(c.grad_v, b, g, j0, c.kv_len, c.value_dim, true);
             }

@@ -158,8 +158,7 @@ struct TilesOfLine {
     int64_t most;
 
     explicit TilesOfLine(const Call& c) : most(0) {
-        const int32_t* last = c.plane_of + c.planes_batch * c.planes_heads;
-        const int64_t lines = c.lines * (1 + *std::max_element(c.plane_of, last));
+        const int64_t lines = c.lines * planes_of(c);
         int64_t sum = 0;
         for (int64_t line = 0; line < lines; line++) {
             const int64_t here = tiles_of(c, line);
@@ -220,9 +219,7 @@ inline int64_t heads_at_once(const Call& c, int64_t bytes_of_head, int64_t tasks
 
 // Which key tiles of each plane some query sees: [planes][tiles].
 inline std::vector<char> seen_tiles(const Call& c) {
-    const int64_t tiles = ceil_div(c.kv_len, TILE);
-    const int32_t* last = c.plane_of + c.planes_batch * c.planes_heads;
-    const int64_t planes = 1 + *std::max_element(c.plane_of, last);
+    const int64_t tiles = ceil_div(c.kv_len, TILE), planes = planes_of(c);
     std::vector<char> seen(planes * tiles, 0);
     std::vector<int64_t> change(tiles + 1);
     for (int64_t p = 0; p < planes; p++) {

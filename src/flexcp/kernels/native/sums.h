@@ -125,7 +125,7 @@ inline int64_t shares_of(const Call& c, int64_t heads, int64_t sum_size) {
 // How the backward pass is cut into tasks: key heads, or with `shares` parts of one, whose sums are
 // added up in the end.
 struct Tasks {
-    std::vector<Life> lives;  // of every key head, or one for all
+    std::vector<Life> lives;  // of every key head, or one for all; none if there are shares
     int64_t heads;  // key heads at once
     int64_t shares, threads;
     int64_t places;  // of a task's sums
@@ -133,17 +133,15 @@ struct Tasks {
     Tasks(const Call& c, int64_t packed_bytes)
         : heads(heads_at_once(c, packed_bytes, 1, 1)), threads(c.threads),
           places(ceil_div(c.kv_len, TILE)) {
-        const int64_t group = c.heads / c.kv_heads;
-        const int32_t* last = c.plane_of + c.planes_batch * c.planes_heads;
-        const bool is_one = *std::max_element(c.plane_of, last) == 0;
-        for (int64_t n = 0; n < (is_one ? 1 : c.batch * c.kv_heads); n++) {
-            const int64_t h0 = n % c.kv_heads * group;
-            lives.emplace_back(c, n / c.kv_heads, h0, h0 + group);
-        }
         shares = shares_of(c, heads, Sums::floats(c, places));
         if (shares > 1) return;
         places = 0;
-        for (const Life& life : lives) places = std::max(places, life.most);
+        const int64_t group = c.heads / c.kv_heads;
+        for (int64_t n = 0; n < (planes_of(c) == 1 ? 1 : c.batch * c.kv_heads); n++) {
+            const int64_t h0 = n % c.kv_heads * group;
+            lives.emplace_back(c, n / c.kv_heads, h0, h0 + group);
+            places = std::max(places, lives.back().most);
+        }
         const int64_t bytes = Sums::floats(c, places) * int64_t{sizeof(float)};
         const int64_t fit = 4 * MOST_BYTES / std::max<int64_t>(bytes, 1);
         threads = std::clamp<int64_t>(std::min(fit, heads), 1, c.threads);

@@ -57,6 +57,11 @@ inline int64_t plane_of(const Call& c, int64_t b, int64_t h) {
     return c.plane_of[pb * c.planes_heads + ph];
 }
 
+// How many planes there are: masks of batch elements and heads that differ.
+inline int64_t planes_of(const Call& c) {
+    return 1 + *std::max_element(c.plane_of, c.plane_of + c.planes_batch * c.planes_heads);
+}
+
 template <typename T>
 inline T* row_of(const Rows& x, int64_t b, int64_t h, int64_t i) {
     return static_cast<T*>(x.data) + b * x.batch + h * x.head + i * x.row;
