@@ -8,7 +8,7 @@ carry its number, so that they may run in any order.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -88,6 +88,8 @@ class PassLabel:
     direction: Direction
     number: int = 0
     """Which backward pass of the call, from 0 on; 0 for the forward pass."""
+    part: int = 0
+    """Which part of the heads, where they are computed one after the other."""
 
     @cached_property
     def key(self) -> str:
@@ -99,7 +101,12 @@ class PassLabel:
     def seed(self) -> int:
         """Differs between passes, as good as always, and is the same on all ranks."""
         dropout = "" if self.call.dropout_seed is None else f".{self.call.dropout_seed}"
-        return zlib.crc32((self.key + dropout).encode(), zlib.crc32(self.call.digest))
+        part = f".part {self.part}" if self.part else ""
+        return zlib.crc32((self.key + dropout + part).encode(), zlib.crc32(self.call.digest))
+
+    def of_part(self, part: int) -> PassLabel:
+        """The label of the same pass, for one part of the heads."""
+        return replace(self, part=part)
 
     def round(self, what: What, number: int) -> RoundLabel:
         """The label of one round's messages."""
@@ -112,6 +119,8 @@ class PassLabel:
             details.append(f"recomputation {call.recomputation}")
         if self.number:
             details.append(f"backward pass {self.number}")
+        if self.part:
+            details.append(f"part {self.part} of the heads")
         if call.dropout_seed is not None:
             details.append(f"dropout_seed {call.dropout_seed}")
         return f"the {self.direction} of {call.what} ({', '.join(details)})"

@@ -8,7 +8,7 @@ workspace a view of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class RoundKernel:
 
     scale: float
     kernel: Kernel
-    score_mods: tuple[ScoreMod | None, ...]
+    score_mods: tuple[ScoreMod | None, ...] = (None,)
     """One for each batch element with a layout of its own, else one."""
     dropout: Dropout | None = None
     """Of the weights, as the call's seed says."""
@@ -189,12 +189,16 @@ def run_forward(
     k: Tensor,
     v: Tensor,
     labels: PassLabel,
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse) of the rank's queries over all keys, in the accumulation type.
 
-    Also the rows that arrived, if the program keeps them.
+    Also the rows that arrived, if the program keeps them. `meanwhile` is called once the first
+    transfers are on their way, before anything is computed.
     """
     if 0 in (*q.shape[:2], q.shape[3]):  # so on all ranks that this one exchanges rows with
+        meanwhile()
         return *_nothing_seen(q, v), _nothing_kept(program, k, v) if program.keeps else None
     space = take_workspace(program, k, v)
     rounds, arriving = space.rounds_of(k, v, None)
@@ -202,7 +206,7 @@ def run_forward(
         batch, q = q.shape[0], _as_one_sequence(q)
     out: Tensor | None = None
     lse = q  # until the first result
-    for round_ in fetched(rounds, transport, labels):
+    for round_ in fetched(rounds, transport, labels, meanwhile):
         for b, keys, values, shapes in round_.work:
             former = None
             if b is not None:
@@ -253,9 +257,15 @@ def _nothing_kept(program: RankProgram, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fetched(
-    rounds: Sequence[BoundRound], transport: Transport, labels: PassLabel
+    rounds: Sequence[BoundRound],
+    transport: Transport,
+    labels: PassLabel,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[BoundRound]:
-    """Rounds that can be computed, with the rows of the next on their way while one is."""
+    """Rounds that can be computed, with the rows of the next on their way while one is.
+
+    `meanwhile` is called once, when the first rows are on their way.
+    """
     pending = _start(rounds[0], 0, transport, labels) if rounds else None
     last = len(rounds) - 1
     for number, round_ in enumerate(rounds):
@@ -264,6 +274,8 @@ def fetched(
         pending = None
         if number < last:
             pending = _start(rounds[number + 1], number + 1, transport, labels)
+        if number == 0:
+            meanwhile()
         if round_.key_gather is not None:
             source, index, keys = round_.key_gather
             torch.index_select(source, 0, index, out=keys)
@@ -293,24 +305,26 @@ def run_backward(
     kept: Tensor | None,
     labels: PassLabel,
     *,
+    captured: Sequence[Tensor] = (),
     kv_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and captured tensors, from the out and lse over all keys.
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from the out and lse over all keys.
 
     `saved` and `grads` are of the rows and heads that the kernel computes. `kept` are the rows that
-    arrived in the forward pass, if they were kept. All are in the accumulation type, but for those
-    of k and v if `kv_dtype` names another.
+    arrived in the forward pass, if they were kept. Those of what a score function captures are
+    added to `captured`, the sums for all its calls. All are in the accumulation type, but for those
+    of k and v if `kv_dtype` names another. `meanwhile` is called once the first transfers are on
+    their way, before anything is computed.
     """
     q, k, v, out, lse = saved.q, saved.k, saved.v, saved.out, saved.lse
     batch = q.shape[0]
     dtype = accumulation_dtype(q.dtype)
     grad_q: Tensor | None = None
-    mods = [mod for mod in kernel.score_mods if mod is not None]
-    captured = mods[0].new_sums() if mods else []
     if 0 in (*q.shape[:2], q.shape[3]):
-        return *(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)), mods[0].in_type(
-            captured
-        ) if mods else []  # type: ignore[return-value]
+        meanwhile()
+        zeros = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+        return next(zeros), next(zeros), next(zeros)
     space = take_workspace(program, k, v)
     rounds, _ = space.rounds_of(k, v, kept)
     if program.as_one:
@@ -319,7 +333,7 @@ def run_backward(
         grads = OutputGradients(_as_one_sequence(grads.out), from_lse)
     returns = GradientReturns(space.gradients, transport, labels)
     delta = kernel.kernel.delta(grads.out, out, grads.lse)
-    for number, round_ in enumerate(fetched(rounds, transport, labels)):
+    for number, round_ in enumerate(fetched(rounds, transport, labels, meanwhile)):
         rooms = returns.work(number)
         for (b, keys, values, shapes), room in zip(round_.work, rooms, strict=True):
             own = (grads.out, q, out, lse, grads.lse, delta, grad_q)
@@ -352,5 +366,4 @@ def run_backward(
     give_workspace(program, space)
     grad_q = torch.zeros_like(q, dtype=dtype) if grad_q is None else grad_q
     grad_q = _as_elements(grad_q, batch) if program.as_one else grad_q
-    in_type = mods[0].in_type(captured) if mods else []
-    return grad_q, grad_k, grad_v, in_type
+    return grad_q, grad_k, grad_v

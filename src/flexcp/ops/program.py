@@ -137,12 +137,14 @@ class RankPrograms:
     as_one: bool
     """Whether batch elements whose layouts differ are computed as one sequence: in one go, if it
     does not matter which element a row is of."""
+    part: int = 0
+    """Which part of its heads, where masks of heads differ."""
 
     @cached_property
     def forward(self) -> RankProgram:
         """What the rank does in the forward pass."""
         with outside_of_transforms():
-            return rank_program(self.schedule, self.grid, self.rank, "forward", as_one=self.as_one)
+            return self._program("forward")
 
     @property
     def mask_kind(self) -> str:
@@ -158,7 +160,12 @@ class RankPrograms:
     def backward(self) -> RankProgram:
         """What the rank does in the backward pass."""
         with outside_of_transforms():
-            return rank_program(self.schedule, self.grid, self.rank, "backward", as_one=self.as_one)
+            return self._program("backward")
+
+    def _program(self, direction: Direction) -> RankProgram:
+        return rank_program(
+            self.schedule, self.grid, self.rank, direction, as_one=self.as_one, part=self.part
+        )
 
 
 @run_eagerly_on_cpu
@@ -169,10 +176,12 @@ def rank_program(
     direction: Direction,
     *,
     as_one: bool = False,
+    part: int = 0,
 ) -> RankProgram:
     """What one rank does in every round of one pass; without a grid, it only moves rows.
 
-    `as_one` says that batch elements whose layouts differ are computed as one sequence.
+    `as_one` says that batch elements whose layouts differ are computed as one sequence. With `part`
+    it is one for a part of the rank's heads.
     """
     group, place = schedule.group_of(rank)
     own = schedule.groups.rows_of(group)
@@ -187,7 +196,7 @@ def rank_program(
     work: list[tuple[ElementWork, ...]] = [()] * len(steps)
     pieces = [[(0, x.numel())] if x.numel() else [] for x in rows]
     if grid is not None:
-        finder = WorkFinder(schedule, grid, group, place)
+        finder = WorkFinder(schedule, grid, group, place, part)
         work = [finder.as_one(x) if as_one else finder.of(x) for x in rows]
         pieces = [[(w.first, w.rows) for w in found] for found in work]
     memory = _Memory(

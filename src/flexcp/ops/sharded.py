@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from torch import Tensor
 from flexcp.comm import CallLabel, PassLabel, Transport
 from flexcp.comm.agreement import Agreement
 from flexcp.errors import FlexCPError
-from flexcp.kernels.dropout import Dropout
 from flexcp.kernels.merge import accumulation_dtype, add_sinks, sinks_gradient
 from flexcp.kernels.registry import choose
 from flexcp.kernels.score import ScoreFunction, ScoreMod, examine
@@ -23,36 +23,44 @@ from flexcp.ops.executor import RoundKernel, run_backward, run_forward
 from flexcp.ops.interface import Gradients, OutputGradients, Saved
 from flexcp.ops.program import RankPrograms
 from flexcp.ops.rows import SPARE, RowKind
-from flexcp.ops.swap import Swap
+from flexcp.ops.swap import (
+    SWAPPED,
+    HeadPart,
+    Swap,
+    all_heads,
+    heads_by_part,
+    split_extras,
+    swapped_backward,
+    swapped_forward,
+)
 from flexcp.plan import Plan
-
-_SWAP_EXTRAS = 5
-"""How many extras a swap of rows for heads makes: q, k, v, and the result for them with its lse."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedAttention:
     """Attention under one mask of a plan, as one rank computes it: all calls of a kind share it.
 
-    The extras are, after a swap of rows for heads, q, k, v, out and lse on the other side of it;
-    then, where the schedule keeps what forward received, K and V of each round.
+    The extras are, where the schedule keeps what forward received, K and V of each round; after a
+    swap of rows for heads they are those of `swapped_forward`.
     """
 
     agreement: Agreement
     """What all ranks have to do alike."""
     transport: Transport
-    programs: RankPrograms
-    swap: Swap | None
-    kernel: RoundKernel
+    parts: tuple[HeadPart, ...]
+    """All heads; or, where ranks swap rows for heads, the parts that are computed in turn."""
     dropout_p: float = 0.0
     """The share of weights that are dropped; each call has a seed."""
-    first_head: int = 0
-    """The global number of the first query head that the kernel gets."""
 
     @property
     def keeps_kv(self) -> bool:
         """Whether backward uses the K and V that forward received."""
-        return self.programs.schedule.keeps_kv
+        return self.parts[0].programs.schedule.keeps_kv
+
+    @property
+    def swaps(self) -> bool:
+        """Whether ranks swap rows for heads."""
+        return self.parts[0].swap is not None
 
     def begin(self, seed: int | None = None) -> ShardedCall:
         """The next call of this kind, once all ranks are known to make it.
@@ -70,102 +78,81 @@ class ShardedAttention:
         known = CallLabel.of_tensor(self.agreement.step, label)
         return ShardedCall(self, known, self.transport.calls.next_backward(known))
 
-    def kernel_of(self, call: CallLabel) -> RoundKernel:
-        """The kernel, with the dropout of a call."""
+    def parts_of(self, call: CallLabel) -> tuple[HeadPart, ...]:
+        """The parts, with the dropout of a call."""
         if call.dropout_seed is None:
-            return self.kernel
-        dropout = Dropout(self.dropout_p, call.dropout_seed, first_head=self.first_head)
-        return replace(self.kernel, dropout=dropout)
+            return self.parts
+        return tuple(part.dropping(self.dropout_p, call.dropout_seed) for part in self.parts)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, labels: PassLabel
     ) -> Saved:
         """This rank's rows of the output."""
-        swap = self.swap
-        kernel_inputs = (q, k, v)
-        if swap is not None:
-            moving = swap.to_heads(k, v, label=labels.round("swap", 0), kv=True)
-            moving_q = swap.to_heads(q, label=labels.round("swap", 1))
-            kv = swap.own_keys(moving.wait())
-            kernel_inputs = (moving_q.wait(), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
+        parts = self.parts_of(labels.call)
         with torch.autocast(q.device.type, enabled=False):
-            part, part_lse, kept = run_forward(
-                self.programs.forward,
-                self.transport,
-                self.kernel_of(labels.call),
-                *kernel_inputs,
-                labels,
+            if self.swaps:
+                return swapped_forward(parts, self.transport, q, k, v, sinks, labels)
+            (part,) = parts
+            out, lse, kept = run_forward(
+                part.programs.forward, self.transport, part.kernel, q, k, v, labels
             )
-        extras = () if kept is None else (kept,)
-        if swap is None:
-            out, lse = part, part_lse
-            if sinks is not None:
-                out, lse = add_sinks(out, lse, sinks)
-            return Saved(q, k, v, sinks, out.to(q.dtype), lse, extras)
-        moving_out = swap.to_rows(part.to(q.dtype), label=labels.round("swap", 2))
-        moving_lse = swap.to_rows(part_lse.unsqueeze(-1), label=labels.round("swap", 3))
-        out, lse = moving_out.wait().to(part.dtype), moving_lse.wait().squeeze(-1)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
-            own = swap.heads[swap.place].q
-            part, part_lse = add_sinks(part, part_lse, sinks[own.start : own.stop])
-        swapped = (*kernel_inputs, part.to(q.dtype), part_lse)
-        return Saved(q, k, v, sinks, out.to(q.dtype), lse, (*swapped, *extras))
+        return Saved(q, k, v, sinks, out.to(q.dtype), lse, () if kept is None else (kept,))
 
     def backward(self, saved: Saved, grads: OutputGradients, labels: PassLabel) -> Gradients:
         """Gradients of this rank's own rows, from those of its output."""
-        swap, dtype = self.swap, saved.q.dtype
+        parts, dtype = self.parts_of(labels.call), saved.q.dtype
         grad_sinks = None
         if saved.sinks is not None:
             grad_sinks = sinks_gradient(saved.sinks, grads.out, grads.lse, saved.out, saved.lse)
-        kept = saved.extras
-        if swap is not None:
-            q, k, v, out, lse = saved.extras[:_SWAP_EXTRAS]
-            kept = saved.extras[_SWAP_EXTRAS:]
-            saved = Saved(q, k, v, None, out, lse)
-            moving = swap.to_heads(grads.out, label=labels.round("swap", 0))
-            grad_lse = None
-            if grads.lse is not None:
-                moving_lse = swap.to_heads(grads.lse.unsqueeze(-1), label=labels.round("swap", 1))
-                grad_lse = moving_lse.wait().squeeze(-1)
-            grads = OutputGradients(moving.wait(), grad_lse)
+        mod = parts[0].kernel.score_mods[0]
+        captured = [] if mod is None else mod.new_sums()
         with torch.autocast(saved.q.device.type, enabled=False):
-            grad_q, grad_k, grad_v, captured = run_backward(
-                self.programs.backward,
-                self.transport,
-                self.kernel_of(labels.call),
-                saved,
-                grads,
-                kept[0] if self.keeps_kv else None,
-                labels,
-                kv_dtype=dtype if swap is None else None,
-            )
-        if swap is not None:
-            both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1)).to(dtype)
-            moving_kv = swap.to_rows(both, label=labels.round("swap", 2), kv=True)
-            moving_q = swap.to_rows(grad_q.to(dtype), label=labels.round("swap", 3))
-            both, d = moving_kv.wait(), saved.k.shape[3]
-            grad_k, grad_v, grad_q = both[..., :d], both[..., d:], moving_q.wait()
-        grad_q, grad_k, grad_v = (x.to(dtype) for x in (grad_q, grad_k, grad_v))
-        return Gradients(grad_q, grad_k, grad_v, grad_sinks, captured)
+            if self.swaps:
+                found = swapped_backward(parts, self.transport, saved, grads, labels, captured)
+            else:
+                (part,) = parts
+                found = run_backward(
+                    part.programs.backward,
+                    self.transport,
+                    part.kernel,
+                    saved,
+                    grads,
+                    saved.extras[0] if self.keeps_kv else None,
+                    labels,
+                    captured=captured,
+                    kv_dtype=dtype,
+                )
+        grad_q, grad_k, grad_v = (x.to(dtype) for x in found)
+        in_type = [] if mod is None else mod.in_type(captured)
+        return Gradients(grad_q, grad_k, grad_v, grad_sinks, in_type)
 
     def pack(self, saved: Saved) -> list[Tensor]:
         """What was swapped, then all kept rows and the elements behind them, flat."""
-        swapped = 0 if self.swap is None else _SWAP_EXTRAS
+        swapped, kept = split_extras(self.parts, saved.extras)
         rows = saved.q.new_empty(SPARE)
-        if self.keeps_kv:
-            kept = saved.extras[swapped]
-            rows = kept.as_strided((kept.numel() + SPARE,), (1,))
-        return [*(_in_own_memory(x) for x in saved.extras[:swapped]), rows]
+        if len(kept) == 1:
+            rows = kept[0].as_strided((kept[0].numel() + SPARE,), (1,))
+        elif kept:
+            rows = torch.cat([*(x.flatten() for x in kept), rows])
+        return [*(_in_own_memory(x) for x in all_heads(swapped)), rows]
 
     def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
         """What was swapped, then the kept rows."""
         *swapped, rows = packed
+        extras = heads_by_part(self.parts, swapped)
         if not self.keeps_kv:
-            return tuple(swapped)
-        _, k, v = swapped[:3] if swapped else (saved.q, saved.k, saved.v)
-        kind = RowKind.of(k, v, self.programs.forward.by_element)
-        return *swapped, rows[:-SPARE].view(-1, *kind.shape)
+            return extras
+        given = [extras[i + 1 : i + 3] for i in range(0, len(extras), SWAPPED)]
+        by_element = self.parts[0].programs.forward.by_element
+        kinds = [RowKind.of(k, v, by_element) for k, v in given or [(saved.k, saved.v)]]
+        widths = [math.prod(kind.shape) for kind in kinds]
+        count, at, kept = (rows.numel() - SPARE) // max(1, sum(widths)), 0, []
+        for kind, width in zip(kinds, widths, strict=True):
+            kept.append(rows.narrow(0, at, count * width).view(-1, *kind.shape))
+            at += count * width
+        return *extras, *kept
 
 
 @dataclass(eq=False)
@@ -182,12 +169,12 @@ class ShardedCall:
     @property
     def score_mod(self) -> ScoreMod | None:
         """What is done to scores, and which tensors that takes."""
-        return self.op.kernel.score_mods[0]
+        return self.op.parts[0].kernel.score_mods[0]
 
     @property
     def replaces_inputs(self) -> bool:
         """After a swap, the kernel had other tensors than the caller gave."""
-        return self.op.swap is not None
+        return self.op.swaps
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Saved:
         """This rank's rows of the output."""
@@ -278,25 +265,19 @@ def _make_op(
             f"{q.shape[1]} and {k.shape[1]}",
             "make the plan with num_heads= and num_kv_heads= of the tensors",
         )
-    swap = Swap.of(schedule, transport, q.shape[1], k.shape[1])
-    first_head = 0 if swap is None else swap.heads[swap.place].q.start
-    mods: tuple[ScoreMod | None, ...] = (None,)
+    swaps = Swap.of(schedule, transport, q.shape[1], k.shape[1])
+    own: ScoreMod | None = None
     content = ""
     if score_mod is not None:
-        dtype = accumulation_dtype(q.dtype)
         # Of the function itself: what each rank adds to the number of a head is its own.
-        own = examine(score_mod, dtype, q.device)
+        own = examine(score_mod, accumulation_dtype(q.dtype), q.device)
         content = own.digest
-        mods = tuple(
-            replace(own, first_batch=b, first_head=first_head)
-            for b in range(schedule.groups.batch_elements)
-        )
-        if mods[0] is not None and needs_gradients(*mods[0].captured):
+        if needs_gradients(*own.captured):
             kind = replace(kind, gradients=True)
     choice = choose(
         q,
         v,
-        score_mod=mods[0],
+        score_mod=own,
         partial=True,
         kernel=kind.kernel,
         dropout=kind.dropout_p > 0,
@@ -304,28 +285,33 @@ def _make_op(
         scores=lambda: programs_of(plan, mask).mean_scores(*q.shape[:2]),
     )
     factor = q.shape[-1] ** -0.5 if kind.scale is None else float(kind.scale)
+    kernel = RoundKernel(factor, choice.runs)
+    as_one = score_mod is None and not kind.dropout_p
+    elements = range(schedule.groups.batch_elements)
+    parts = []
+    for number, swap in enumerate(swaps or (None,)):
+        first = 0 if swap is None else swap.heads[swap.place].q.start
+        if own is not None:
+            mods = tuple(replace(own, first_batch=b, first_head=first) for b in elements)
+            kernel = replace(kernel, score_mods=mods)
+        programs = programs_of(plan, mask, as_one=as_one, part=number)
+        parts.append(HeadPart(programs, kernel, kind.first_head + first, swap))
     # The op of a kind is kept with the plan, so it must not hold the plan.
-    return ShardedAttention(
-        kind.agreement(plan, content),
-        transport,
-        programs_of(plan, mask, as_one=score_mod is None and not kind.dropout_p),
-        swap,
-        RoundKernel(factor, choice.runs, mods),
-        kind.dropout_p,
-        kind.first_head + first_head,
-    )
+    return ShardedAttention(kind.agreement(plan, content), transport, tuple(parts), kind.dropout_p)
 
 
-def programs_of(plan: Plan, mask: str, *, as_one: bool = True) -> RankPrograms:
+def programs_of(plan: Plan, mask: str, *, as_one: bool = True, part: int = 0) -> RankPrograms:
     """What this rank does under a mask of the plan, in both passes: found once per plan.
 
-    `as_one` says that it does not matter which batch element a row is of.
+    `as_one` says that it does not matter which batch element a row is of; `part` which part of its
+    heads it is for, where masks of heads differ.
     """
     schedule, grid, rank = plan.schedules[mask], plan.grids[mask], plan.transport.rank
     as_one = as_one and plan.layout.batch_elements > 1
+    part = part if grid.heads > 1 else 0
     return plan.memo.kept(
-        ("programs", mask, as_one),
-        lambda: RankPrograms(schedule, grid, rank, as_one),
+        ("programs", mask, as_one, part),
+        lambda: RankPrograms(schedule, grid, rank, as_one, part),
         per_mask=True,
     )
 

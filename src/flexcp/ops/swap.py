@@ -1,16 +1,31 @@
-"""Swapping rows for heads within a group of ranks, and back."""
+"""Attention of ranks that swap rows for heads, one part of the heads after the other.
+
+While a part is computed, the rows of the next one are swapped for its heads, and the results of the
+former for rows: of all swaps only the first and the last are waited for.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import Pending, RoundLabel, Transport
+from flexcp.comm import PassLabel, Pending, RoundLabel, Transport
+from flexcp.kernels.dropout import Dropout
+from flexcp.kernels.merge import add_sinks
+from flexcp.ops.executor import RoundKernel, run_backward, run_forward
+from flexcp.ops.interface import OutputGradients, Saved
+from flexcp.ops.program import RankPrograms
 from flexcp.schedule import Schedule
 from flexcp.schedule.heads import HeadSlice
+
+SWAPPED = 5
+"""Extras of each part: q, k and v after the swap, and the result for them with its lse."""
+_SWAPS = 4
+"""Labels of a part's swaps in one pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,26 +44,41 @@ class HeadsOnTheirWay:
 
 @dataclass(frozen=True, eq=False)
 class RowsOnTheirWay:
-    """All heads of this rank's own rows, once they are here."""
+    """Heads of this rank's own rows, once they are here: all, or those of one part."""
 
     pending: Pending
-    parts: tuple[Tensor, ...]
+    pieces: tuple[Tensor, ...]
     """[rows, B, heads of each member, D]"""
-    first_heads: tuple[int, ...] | None
-    """The first head of each, if several members have one; the whole has `num_heads`."""
+    first_heads: tuple[int, ...]
+    """The first head of each."""
     num_heads: int
+    """How many heads there are in all parts."""
+    shared: bool
+    """Whether several members, or several parts, may have the same head."""
 
-    def wait(self) -> Tensor:
-        """[B, heads, rows, D]; a head that several ranks had is summed, in order of rank."""
-        self.pending.wait()
-        parts = [part.permute(1, 2, 0, 3) for part in self.parts]
-        if self.first_heads is None:
-            return torch.cat(parts, dim=1)
-        b, _, rows, d = parts[0].shape
-        total = parts[0].new_zeros(b, self.num_heads, rows, d)
-        for first, part in zip(self.first_heads, parts, strict=True):
-            total.narrow(1, first, part.shape[1]).add_(part)
-        return total
+
+def whole_rows(moving: Sequence[RowsOnTheirWay]) -> Tensor:
+    """[B, heads, rows, D] All heads, from those of every part, once they are here.
+
+    A head that several ranks had is summed, in the order of parts and ranks.
+    """
+    pieces = []
+    for part in moving:
+        part.pending.wait()
+        pieces += [x.permute(1, 2, 0, 3) for x in part.pieces]
+    one = moving[0]
+    if len(moving) == 1 and not one.shared:
+        return torch.cat(pieces, dim=1)
+    b, _, rows, d = pieces[0].shape
+    shape = (b, one.num_heads, rows, d)
+    total = pieces[0].new_zeros(shape) if one.shared else pieces[0].new_empty(shape)
+    for first, piece in zip((n for part in moving for n in part.first_heads), pieces, strict=True):
+        place = total.narrow(1, first, piece.shape[1])
+        if one.shared:
+            place.add_(piece)
+        else:
+            place.copy_(piece)
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,29 +96,36 @@ class Swap:
     place: int
     """This rank's place among them."""
     heads: tuple[HeadSlice, ...]
-    """The heads of each member."""
+    """The heads of each member, or those of one part of them."""
     rows: tuple[int, ...]
     """The rows of each member, in each batch element."""
     num_heads: int
     num_kv_heads: int
+    shares_kv: bool
+    """Whether several members use the same kv head, in this part or another."""
 
     @classmethod
     def of(
         cls, schedule: Schedule, transport: Transport, num_heads: int, num_kv_heads: int
-    ) -> Swap | None:
-        """None if there is nothing to swap."""
+    ) -> tuple[Swap, ...]:
+        """One for each part of the heads; none if there is nothing to swap."""
         if schedule.heads_group_size == 1:
-            return None
+            return ()
         members = tuple(schedule.members(transport.rank))
         counts = schedule.layout.counts.tolist()
-        return cls(
-            transport,
-            members,
-            transport.rank - members[0],
-            schedule.heads,
-            tuple(counts[m] for m in members),
-            num_heads,
-            num_kv_heads,
+        shares_kv = sum(len(s.kv) for s in schedule.heads) > num_kv_heads
+        return tuple(
+            cls(
+                transport,
+                members,
+                transport.rank - members[0],
+                heads,
+                tuple(counts[m] for m in members),
+                num_heads,
+                num_kv_heads,
+                shares_kv,
+            )
+            for heads in schedule.heads_by_part
         )
 
     def to_heads(self, *tensors: Tensor, label: RoundLabel, kv: bool = False) -> HeadsOnTheirWay:
@@ -100,9 +137,10 @@ class Swap:
         packed = tensors[0].new_empty(sum(gives))
         by_row = [x.permute(2, 0, 1, 3) for x in tensors]
         if self._even(kv):
-            into = packed.view(len(slices), rows, b, len(slices[0]), each // b if b else 0)
-            split = [x.unflatten(2, (len(slices), -1)).permute(2, 0, 1, 3, 4) for x in by_row]
-            torch.cat(split, -1, out=into)
+            count, first = len(slices[0]), slices[0].start
+            into = packed.view(len(slices), rows, b, count, each // b if b else 0)
+            of_members = [x.unflatten(2, (len(slices), -1)).narrow(3, first, count) for x in by_row]
+            torch.cat([x.permute(2, 0, 1, 3, 4) for x in of_members], -1, out=into)
         else:
             for s, into in zip(slices, packed.split(gives), strict=True):
                 if into.numel():
@@ -134,9 +172,9 @@ class Swap:
         )
         split = zip(slices, came.split(takes), strict=True)
         parts = tuple(part.view(own, b, len(s), d) for s, part in split)
-        shared = kv and self._shares_kv
-        first = tuple(s.start for s in slices) if shared else None
-        return RowsOnTheirWay(pending, parts, first, self.num_kv_heads)
+        first = tuple(s.start for s in slices)
+        heads = self.num_kv_heads if kv else self.num_heads
+        return RowsOnTheirWay(pending, parts, first, heads, kv and self.shares_kv)
 
     def own_keys(self, x: Tensor) -> Tensor:
         """K and V with heads that the query heads can share evenly; repeated if they can't."""
@@ -155,27 +193,200 @@ class Swap:
         total = grad.new_zeros(grad.shape[0], heads, *grad.shape[2:])
         return total.index_add_(1, index.to(grad.device), grad)
 
+    @property
+    def kernel_heads(self) -> tuple[int, int]:
+        """Own query heads, and own key-value heads as `own_keys` gives them."""
+        own, index = self.heads[self.place], self._kv_index
+        return len(own.q), len(own.kv) if index is None else index.numel()
+
     def _slices(self, kv: bool) -> list[range]:
         return [s.kv if kv else s.q for s in self.heads]
 
     def _even(self, kv: bool) -> bool:
-        """Whether every member has equally many heads, all different."""
+        """Whether all members have the same number of heads, at the same places of their share."""
         return self._even_kv if kv else self._even_q
 
     @cached_property
     def _even_q(self) -> bool:
-        return self.num_heads % len(self.heads) == 0
+        return _are_even(self._slices(kv=False), self.num_heads)
 
     @cached_property
     def _even_kv(self) -> bool:
-        return self.num_kv_heads % len(self.heads) == 0
-
-    @cached_property
-    def _shares_kv(self) -> bool:
-        return sum(len(s.kv) for s in self.heads) > self.num_kv_heads
+        return _are_even(self._slices(kv=True), self.num_kv_heads)
 
     @cached_property
     def _kv_index(self) -> Tensor | None:
         """int64 The kv head of each of the own ones, if the kernel needs them repeated."""
         each = self.heads[self.place].shared_kv(self.num_heads, self.num_kv_heads)
         return None if each is None else torch.tensor(each)
+
+
+def _are_even(slices: Sequence[range], heads: int) -> bool:
+    """Whether each is as far into its share of the heads as the first, and as long."""
+    share, rest = divmod(heads, len(slices))
+    return rest == 0 and all(
+        len(s) == len(slices[0]) and s.start - i * share == slices[0].start
+        for i, s in enumerate(slices)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPart:
+    """What a rank computes in one go: all heads, or a part of those that it has after a swap."""
+
+    programs: RankPrograms
+    kernel: RoundKernel
+    first_head: int
+    """The global number of the first query head that the kernel gets."""
+    swap: Swap | None
+    """How rows are swapped for the part's heads; None if ranks have all heads of their rows."""
+
+    def dropping(self, p: float, seed: int) -> HeadPart:
+        """The same, with a share of the weights dropped."""
+        dropout = Dropout(p, seed, first_head=self.first_head)
+        return replace(self, kernel=replace(self.kernel, dropout=dropout))
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads, and key-value heads as the kernel gets them."""
+        assert self.swap is not None
+        return self.swap.kernel_heads
+
+
+def swapped_forward(
+    parts: Sequence[HeadPart],
+    transport: Transport,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    labels: PassLabel,
+) -> Saved:
+    """This rank's rows of the output.
+
+    The extras are, for each part, q, k, v, out and lse on the other side of the swap; then, where
+    the schedule keeps what forward received, the rows of each.
+    """
+    given: list[tuple[HeadsOnTheirWay, HeadsOnTheirWay]] = []
+
+    def fetch_next() -> None:
+        number = len(given)
+        if number == len(parts):
+            return
+        swap = _swap_of(parts[number])
+        kv = swap.to_heads(k, v, label=labels.round("swap", _SWAPS * number), kv=True)
+        given.append((kv, swap.to_heads(q, label=labels.round("swap", _SWAPS * number + 1))))
+
+    swapped, all_kept, outs, lses = [], [], [], []
+    for number, part in enumerate(parts):
+        swap = _swap_of(part)
+        if len(given) == number:  # the first, or there was nothing to compute before
+            fetch_next()
+        moving, moving_q = given[number]
+        kv = swap.own_keys(moving.wait())
+        inputs = (moving_q.wait(), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
+        out, lse, kept = run_forward(
+            part.programs.forward,
+            transport,
+            part.kernel,
+            *inputs,
+            labels.of_part(number),
+            meanwhile=fetch_next,
+        )
+        label = _SWAPS * number + 2
+        outs.append(swap.to_rows(out.to(q.dtype), label=labels.round("swap", label)))
+        lses.append(swap.to_rows(lse.unsqueeze(-1), label=labels.round("swap", label + 1)))
+        dtype = out.dtype
+        if sinks is not None:
+            own = swap.heads[swap.place].q
+            out, lse = add_sinks(out, lse, sinks[own.start : own.stop])
+        swapped += [*inputs, out.to(q.dtype), lse]
+        all_kept += [] if kept is None else [kept]
+    out, lse = whole_rows(outs).to(dtype), whole_rows(lses).squeeze(-1)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return Saved(q, k, v, sinks, out.to(q.dtype), lse, (*swapped, *all_kept))
+
+
+def swapped_backward(
+    parts: Sequence[HeadPart],
+    transport: Transport,
+    saved: Saved,
+    grads: OutputGradients,
+    labels: PassLabel,
+    captured: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of this rank's own rows, from what `swapped_forward` returned.
+
+    Those of what a score function captures are added to `captured`.
+    """
+    swapped, all_kept = split_extras(parts, saved.extras)
+    given: list[tuple[HeadsOnTheirWay, HeadsOnTheirWay | None]] = []
+
+    def fetch_next() -> None:
+        number = len(given)
+        if number == len(parts):
+            return
+        swap, from_lse = _swap_of(parts[number]), None
+        out = swap.to_heads(grads.out, label=labels.round("swap", _SWAPS * number))
+        if grads.lse is not None:
+            label = labels.round("swap", _SWAPS * number + 1)
+            from_lse = swap.to_heads(grads.lse.unsqueeze(-1), label=label)
+        given.append((out, from_lse))
+
+    grads_kv, grads_q = [], []
+    for number, part in enumerate(parts):
+        swap = _swap_of(part)
+        if len(given) == number:
+            fetch_next()
+        q, k, v, out, lse = swapped[number]
+        moving, moving_lse = given[number]
+        grad_lse = None if moving_lse is None else moving_lse.wait().squeeze(-1)
+        grad_q, grad_k, grad_v = run_backward(
+            part.programs.backward,
+            transport,
+            part.kernel,
+            Saved(q, k, v, None, out, lse),
+            OutputGradients(moving.wait(), grad_lse),
+            all_kept[number] if all_kept else None,
+            labels.of_part(number),
+            captured=captured,
+            meanwhile=fetch_next,
+        )
+        both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1)).to(q.dtype)
+        label = _SWAPS * number + 2
+        grads_kv.append(swap.to_rows(both, label=labels.round("swap", label), kv=True))
+        label += 1
+        grads_q.append(swap.to_rows(grad_q.to(q.dtype), label=labels.round("swap", label)))
+    both, d = whole_rows(grads_kv), saved.k.shape[3]
+    return whole_rows(grads_q), both[..., :d], both[..., d:]
+
+
+def split_extras(
+    parts: Sequence[HeadPart], extras: Sequence[Tensor]
+) -> tuple[list[Sequence[Tensor]], Sequence[Tensor]]:
+    """What was swapped, by part; and the kept rows, by part, if the schedule keeps any."""
+    count = SWAPPED * len(parts) if parts[0].swap is not None else 0
+    return [extras[i : i + SWAPPED] for i in range(0, count, SWAPPED)], extras[count:]
+
+
+def all_heads(swapped: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """q, k, v, out and lse of all parts' heads; none if nothing was swapped."""
+    if len(swapped) == 1:
+        return list(swapped[0])
+    return [torch.cat(of_parts, dim=1) for of_parts in zip(*swapped, strict=True)]
+
+
+def heads_by_part(parts: Sequence[HeadPart], whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The extras of all parts again, from what `all_heads` made of them."""
+    if not whole or len(parts) == 1:
+        return tuple(whole)
+    heads = [part.heads for part in parts]
+    q, kv = ([of_part[i] for of_part in heads] for i in (0, 1))
+    split = [x.split(n, dim=1) for x, n in zip(whole, (q, kv, kv, q, q), strict=True)]
+    return tuple(x for of_part in zip(*split, strict=True) for x in of_part)
+
+
+def _swap_of(part: HeadPart) -> Swap:
+    assert part.swap is not None
+    return part.swap

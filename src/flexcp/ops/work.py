@@ -31,12 +31,15 @@ class ElementWork:
 class WorkFinder:
     """Shapes of a round's work; row ranges of the mask are found once."""
 
-    def __init__(self, schedule: Schedule, grid: BlockGrid, group: int, place: int) -> None:
+    def __init__(
+        self, schedule: Schedule, grid: BlockGrid, group: int, place: int, part: int = 0
+    ) -> None:
         self._elements = schedule.groups.batch_elements
         self._seq_len = schedule.groups.seq_len
         positions = schedule.groups.positions(group)
         self._q = [positions] if self._elements == 1 else list(positions)
-        grid = _of_heads(grid, schedule.heads[place].q) if schedule.heads_group_size > 1 else grid
+        if schedule.heads_group_size > 1:
+            grid = _of_heads(grid, schedule.heads_by_part[part][place].q)
         elements = range(self._elements) if self._elements > 1 else ()
         self._grids = [_of_element(grid, b) for b in elements] or [grid]
         self._ranges = [key_ranges_of(g) for g in self._grids]

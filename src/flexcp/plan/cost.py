@@ -3,14 +3,14 @@
 Every rank has one channel for transfers and one for compute. The transfers of a round start when
 those of the round before are through, at both ends, and when a buffer is free; the work of a round
 starts when its rows are there. In backward, gradients leave when their round's work is done.
-Swapping rows for heads (Ulysses) comes before and after, and overlaps with nothing.
+Swapping rows for heads (Ulysses) comes before and after; where heads are computed in parts, while
+another part is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -46,9 +46,9 @@ class Cost:
 
 
 Recorder = Callable[[str, str, int, Tensor, Tensor], None]
-"""Is told what happens: "forward" or "backward"; "receive", "compute" or "return"; the round; and
-float64 [groups] when it begins and ends, in seconds after the pass's first swap of rows for heads.
-A group to which nothing happens begins and ends at once."""
+"""Is told what happens: "forward" or "backward"; "swap", "receive", "compute" or "return"; the
+round, counted on from part to part of the heads; and float64 [groups] when it begins and ends, in
+seconds. A group to which nothing happens begins and ends at once."""
 
 
 def price(
@@ -57,40 +57,101 @@ def price(
     machine: Machine,
     shape: AttentionShape,
     record: Recorder | None = None,
-    known: dict[Pass, tuple[float, float, float]] | None = None,
+    known: dict[tuple[Pass, int], PassTimes] | None = None,
 ) -> Cost:
     """What a schedule costs on a machine; `record` is told what happens when.
 
     `known` has what passes took that other schedules for the same groups and work have too.
     """
-    slices, place = schedule.heads, _busiest(schedule)
-    share = len(slices[place].q) / shape.num_heads
-    row_bytes = shape.kv_bytes(len(slices[place].kv)) * elements_per_row(schedule, shape)
+    place = _busiest(schedule)
+    mine = [slices[place] for slices in schedule.heads_by_part]
+    largest = max(mine, key=lambda s: len(s.q))
+    parts = [len(s.q) / len(largest.q) for s in mine]
+    share = len(largest.q) / shape.num_heads
+    row_bytes = shape.kv_bytes(len(largest.kv)) * elements_per_row(schedule, shape)
     links = _Links(schedule, machine, place, row_bytes)
     per_pair = shape.flops_per_pair / machine.flops * share
     before, after = swaps(schedule, machine, shape)
     seconds = []
     compute = if_even = 0.0
     pairs: Any = None
-    for name, what, factor in (
-        ("forward", schedule.forward, 1.0),
-        ("backward", schedule.backward, machine.backward),
+    for name, what, factor, into, out in (
+        ("forward", schedule.forward, 1.0, before[0], after[0]),
+        ("backward", schedule.backward, machine.backward, before[1], after[1]),
     ):
-        found = known.get(what) if known else None
+        found = known.get((what, len(parts))) if known else None
         if found is None:
             if pairs is None or what.work is not schedule.forward.work or what.rounds != len(pairs):
                 pairs = profile.of_tasks(what.work, what.rounds)
             work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
             total = work.sum(0)
-            took = _play(what, work, links, partial(_noted, record, name) if record else None)
-            found = took, float(total.max()), float(total.mean())
+            events: list[_Event] = []
+            took, moved = _play(what, work, links, events if record else None)
+            found = PassTimes(took, moved, float(total.max()), float(total.mean()))
+            if record:
+                groups = np.zeros(total.shape)
+                for kind, i, begin, end in _in_turn(parts, into, out, found, machine, events)[1]:
+                    round_times = (torch.from_numpy(groups + x) for x in (begin, end))
+                    record(name, kind, i, *round_times)
         if known is not None:
-            known[what] = found
-        seconds.append(found[0])
-        compute += found[1]
-        if_even += found[2]
-    forward, backward = (a + b + c for a, b, c in zip(before, seconds, after, strict=True))
-    return Cost(forward, backward, compute, if_even + sum(before) + sum(after))
+            known[what, len(parts)] = found
+        seconds.append(_in_turn(parts, into, out, found, machine)[0])
+        compute += sum(parts) * found.compute
+        if_even += sum(parts) * found.mean + into + out
+    return Cost(seconds[0], seconds[1], compute, if_even)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one pass for the largest part of the heads, without swaps of rows for heads."""
+
+    took: float
+    """Until the slowest rank is done."""
+    moved: float
+    """That the link of the rank that moves most is busy."""
+    compute: float
+    """Of the work of the rank that has most."""
+    mean: float
+    """Of the work of a rank on average."""
+
+
+def _in_turn(
+    parts: Sequence[float],
+    into: float,
+    out: float,
+    each: PassTimes,
+    machine: Machine,
+    events: Sequence[_Event] = (),
+) -> tuple[float, list[_Event]]:
+    """Seconds of a pass whose heads are computed in parts; and what happens when.
+
+    `parts` are relative to the largest, of which are `each`, and `into` and `out`: what swapping
+    its rows for heads takes, and its results for rows. While a part is computed, the next one is
+    swapped, and the results of the former.
+    """
+    found: list[_Event] = []
+    rounds = 1 + max((i for _, i, _, _ in events), default=0)
+    link = there = done = 0.0
+    swapped: list[_Event] = []
+
+    def swap(i: int, begin: float, seconds: float) -> float:
+        swapped.append(("swap", i, begin, begin + seconds))
+        return begin + seconds
+
+    link = there = swap(0, 0.0, parts[0] * into)
+    for part, size in enumerate(parts):
+        begin, former = max(done, there), parts[part - 1] * out if part else 0.0
+        beside = former + sum(parts[part + 1 : part + 2]) * into
+        found += [
+            (kind, i + part * rounds, begin + size * a, begin + size * b)
+            for kind, i, a, b in events
+        ]
+        if part + 1 < len(parts):
+            there = link = swap((part + 1) * rounds, max(link, begin), parts[part + 1] * into)
+        slowed = size * each.took + (1.0 - machine.hidden) * beside
+        done = begin + max(slowed, size * each.moved + beside)
+        link = swap((part + 1) * rounds, max(link, done), size * out)
+    return link, found + (swapped if into or out else [])
 
 
 def _busiest(schedule: Schedule) -> int:
@@ -98,15 +159,15 @@ def _busiest(schedule: Schedule) -> int:
     return max(range(len(schedule.heads)), key=lambda place: len(schedule.heads[place].q))
 
 
-_Note = Callable[[str, int, Any, Any], None]
+_Event = tuple[str, int, Any, Any]
+"""What happens, in which round, and when it begins and ends: seconds, of all groups or of each."""
 
 
-def _noted(record: Recorder, name: str, kind: str, i: int, begin: Any, end: Any) -> None:
-    record(name, kind, i, torch.from_numpy(begin.copy()), torch.from_numpy(end.copy()))
+def _play(what: Pass, work: Any, links: _Links, note: list[_Event] | None) -> tuple[float, float]:
+    """Seconds until the last rank has done all of its work and sent all of its gradients.
 
-
-def _play(what: Pass, work: Any, links: _Links, note: _Note | None) -> float:
-    """Seconds until the last rank has done all of its work and sent all of its gradients."""
+    Also how long the busiest link is. What happens is added to `note`.
+    """
     groups = work.shape[1]
     moving, moves_at = links.times(what.moves, what.rounds, groups)
     returning, returns_at = links.times(what.returns, what.rounds, groups)
@@ -119,29 +180,35 @@ def _play(what: Pass, work: Any, links: _Links, note: _Note | None) -> float:
             begin = np.maximum(channel, done[-2]) if i > 1 else channel
             begin = _both_ends(begin, moves_at[i])
             channel = np.where(moving[i] > 0, begin + moving[i], channel)
-            if note:
-                note("receive", i, begin, begin + moving[i])
+            if note is not None:
+                note.append(("receive", i, begin, begin + moving[i]))
         slowed = work[i] + exposed * (moving[i] + returning[i])
         start = np.maximum(done[-1], channel)
         done.append(np.where(work[i] > 0, start + slowed, done[-1]))
-        if note:
-            note("compute", i, start, np.where(work[i] > 0, start + slowed, start))
+        if note is not None:
+            note.append(("compute", i, start, np.where(work[i] > 0, start + slowed, start)))
         if i > 0:  # after the next round's rows are on the way
             channel = _send_home(channel, done[-2], returning, returns_at, i - 1, note)
     if what.rounds:
         channel = _send_home(channel, done[-1], returning, returns_at, what.rounds - 1, note)
-    return float(np.maximum(channel, done[-1]).max())
+    moved = float((moving + returning).sum(0).max(initial=0.0))
+    return float(np.maximum(channel, done[-1]).max()), moved
 
 
 def _send_home(
-    channel: Any, done: Any, costs: Any, pairs: list[_Ends | None], i: int, note: _Note | None
+    channel: Any,
+    done: Any,
+    costs: Any,
+    pairs: list[_Ends | None],
+    i: int,
+    note: list[_Event] | None,
 ) -> Any:
     """When the channels are free after the gradients of round i have left."""
     if pairs[i] is None:
         return channel
     begin = _both_ends(np.maximum(channel, done), pairs[i])
-    if note:
-        note("return", i, begin, begin + costs[i])
+    if note is not None:
+        note.append(("return", i, begin, begin + costs[i]))
     return np.where(costs[i] > 0, begin + costs[i], channel)
 
 
@@ -208,25 +275,22 @@ class _Links:
 def swaps(
     schedule: Schedule, machine: Machine, shape: AttentionShape
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Seconds of swapping rows for heads before and after the rounds, in forward and backward."""
+    """Seconds of swapping rows for a part's heads before and after, in forward and backward."""
     if schedule.heads_group_size == 1:
         return (0.0, 0.0), (0.0, 0.0)
     group_size = schedule.heads_group_size
     per_row = elements_per_row(schedule, shape) * schedule.layout.batch_elements
     own = int(schedule.layout.counts.max()) * per_row
     others = int(schedule.groups.counts.max()) * per_row - own
-    mine = schedule.heads[_busiest(schedule)]
-    all_kv = sum(len(s.kv) for s in schedule.heads)
+    # Of the part that has most heads.
+    slices = max(schedule.heads_by_part, key=lambda part: sum(len(s.q) for s in part))
+    mine = max(slices, key=lambda s: len(s.q))
+    all_q, all_kv = sum(len(s.q) for s in slices), sum(len(s.kv) for s in slices)
     gather = others * (shape.q_bytes(len(mine.q)) + shape.kv_bytes(len(mine.kv)))
-    scatter = (
-        own
-        * (shape.q_bytes(shape.num_heads) + shape.kv_bytes(all_kv))
-        * (group_size - 1)
-        // group_size
-    )
+    scatter = own * (shape.q_bytes(all_q) + shape.kv_bytes(all_kv)) * (group_size - 1) // group_size
     q_in = others * shape.q_bytes(len(mine.q))
-    out_back = own * shape.out_bytes(shape.num_heads) * (group_size - 1) // group_size
-    q_out = own * shape.q_bytes(shape.num_heads) * (group_size - 1) // group_size
+    out_back = own * shape.out_bytes(all_q) * (group_size - 1) // group_size
+    q_out = own * shape.q_bytes(all_q) * (group_size - 1) // group_size
     kv_back = own * shape.kv_bytes(all_kv) * (group_size - 1) // group_size
 
     def seconds(received: int, sent: int) -> float:

@@ -72,6 +72,8 @@ def _schedule_text(schedule: Schedule) -> str:
         text += (
             f", heads shared by {schedule.heads_group_size} ranks, {schedule.groups.ranks} groups"
         )
+    if schedule.head_parts > 1:
+        text += f", {schedule.head_parts} parts of heads one after the other"
     return text
 
 
@@ -121,6 +123,7 @@ def _schedule(schedule: Schedule) -> dict[str, Any]:
         "group_layout": _layout(schedule.groups) if schedule.heads_group_size > 1 else None,
         "outer": schedule.outer_schedule,
         "keeps_kv": schedule.keeps_kv,
+        "head_parts": schedule.head_parts,
         "heads": [
             {"q": [s.q.start, s.q.stop], "kv": [s.kv.start, s.kv.stop]} for s in schedule.heads
         ],

@@ -337,7 +337,7 @@ class Plan(GraphOwner):
             "layout": self._layout_text,
             "shape": str(asdict(self.shape)),
             "schedules": {
-                n: (s.name, s.heads_group_size, len(s.forward.moves))
+                n: (s.name, s.heads_group_size, len(s.forward.moves), *_if_several(s.head_parts))
                 for n, s in self.schedules.items()
             },
             "runs": {
@@ -350,6 +350,11 @@ class Plan(GraphOwner):
     def __repr__(self) -> str:
         what = ", ".join(dict.fromkeys(s.name for s in self.schedules.values()))
         return f"Plan({self.layout!r}, {what}, on {self.machine.name})"
+
+
+def _if_several(parts: int) -> tuple[int, ...]:
+    """Nothing for one part, as in the fingerprints of plans that know of no others."""
+    return (parts,) if parts > 1 else ()
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from flexcp.layout.balance.objective import Objective
-from flexcp.plan.cost import Cost, price
+from flexcp.plan.cost import Cost, PassTimes, price
 from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.problem import Problem
 from flexcp.schedule import Pass, Schedule, make_schedule
@@ -29,7 +30,7 @@ class Pricing:
         self._problem, self._loads, self._mask = problem, loads, mask
         self._group_size, self._limit = group_size, limit
         self._work = loads.work_of(mask, group_size)
-        self._known: dict[Pass, tuple[float, float, float]] = {}
+        self._known: dict[tuple[Pass, int], PassTimes] = {}
         self._make: Callable[..., Schedule] = partial(
             make_schedule,
             grids=[problem.grids[mask]],
@@ -40,6 +41,29 @@ class Pricing:
 
     def of_all(self, schedule: str, few: bool, kept: bool) -> Iterator[tuple[Cost, Schedule]]:
         """All that may be chosen; `few` where fewer rounds gain nothing."""
+        for found in self._with_all_heads(schedule, few, kept):
+            yield found
+            yield from self._in_head_parts(found)
+
+    def _in_head_parts(self, former: tuple[Cost, Schedule]) -> Iterator[tuple[Cost, Schedule]]:
+        """A schedule with heads in twice as many parts, and again, as long as that takes less.
+
+        Rows of the next part are swapped for heads meanwhile; yet each part has its own rounds.
+        """
+        schedule = former[1]
+        most = max(len(s.kv) for s in schedule.heads) if schedule.heads_group_size > 1 else 1
+        while former[1].head_parts < most:
+            parts = min(2 * former[1].head_parts, most)
+            new = self._priced(replace(schedule, head_parts=parts))
+            if new[0].seconds * (1 + Objective.worth) > former[0].seconds:
+                return
+            yield new
+            former = new
+
+    def _with_all_heads(
+        self, schedule: str, few: bool, kept: bool
+    ) -> Iterator[tuple[Cost, Schedule]]:
+        """All that may be chosen, with the heads of a rank computed in one go."""
         loads, group_size, make = self._loads, self._group_size, self._make
         groups = loads.layout.ranks // group_size
         if not loads.needs:
@@ -152,6 +176,6 @@ def describe(schedule: Schedule) -> str:
             f" in {schedule.forward.rounds} rounds" if schedule.forward.rounds > 1 else " at once"
         )
         how += ", kept" if schedule.keeps_kv else ""
-    if schedule.name != "hybrid":
-        return how
-    return f"hybrid {schedule.groups.ranks} x {schedule.heads_group_size} ({how})"
+    if schedule.name == "hybrid":
+        how = f"hybrid {schedule.groups.ranks} x {schedule.heads_group_size} ({how})"
+    return how if schedule.head_parts == 1 else f"{how}, heads in {schedule.head_parts} parts"

@@ -57,9 +57,10 @@ class RankSizes:
         group, place = schedule.group_of(rank)
         heads = (num_heads, num_kv_heads)
         if schedule.heads_group_size > 1:
-            own = schedule.heads[place]
-            shared = own.shared_kv(num_heads, num_kv_heads)
-            heads = (len(own.q), len(own.kv) if shared is None else len(shared))
+            parts = [slices[place] for slices in schedule.heads_by_part]
+            shared = [own.shared_kv(num_heads, num_kv_heads) for own in parts]
+            kv = (own.kv if x is None else x for own, x in zip(parts, shared, strict=True))
+            heads = (len(schedule.heads[place].q), sum(map(len, kv)))
         return cls(
             schedule.heads_group_size > 1,
             int(schedule.groups.counts[group]),

@@ -126,8 +126,18 @@ def _schedule(data: dict[str, Any], layout: Layout) -> Schedule:
     groups = layout if size == 1 else _layout(data["group_layout"], layout.seq_len)
     heads = tuple(HeadSlice(range(*s["q"]), range(*s["kv"])) for s in data["heads"])
     forward, backward = (_pass(data[x]) for x in ("forward", "backward"))
-    outer, keeps = data["outer"], data["keeps_kv"]
-    return Schedule(data["name"], layout, groups, size, heads, forward, backward, outer, keeps)
+    return Schedule(
+        data["name"],
+        layout,
+        groups,
+        size,
+        heads,
+        forward,
+        backward,
+        outer_schedule=data["outer"],
+        keeps_kv=data["keeps_kv"],
+        head_parts=data.get("head_parts", 1),  # none in files of earlier versions
+    )
 
 
 def _pass(data: dict[str, Any]) -> Pass:

@@ -295,14 +295,18 @@ def _least_price(
     for name in loads.needs if rows else ():  # forward, and as gradients
         each = loads.seconds_of_rows(problem, name, group_size, relayed=relayed)
         wire = wire + 2 * each.amax(0)
-    seconds = torch.maximum(seconds + (1 - machine.hidden) * wire, wire)
+    # The swaps of one head at each end are waited for, if heads are computed one by one.
+    swaps = _swaps(problem, group_size) if group_size > 1 else 0.0
+    ends = swaps / -(-shape.num_kv_heads // group_size)
+    wire = wire + (swaps - ends)
+    seconds = torch.maximum(seconds + (1 - machine.hidden) * wire, wire) + ends
     share = problem.seq_len / problem.ranks.size * shape.batch
     rest = share * problem.flops_per_token * PASSES / machine.flops
     least = float(seconds.max() + _TUNED.moved * wire.mean()) + rest
     if group_size == 1:
         return least
     latency = 4 * masks * (machine.latency + (group_size - 1) * machine.message)
-    return least + _swaps(problem, group_size) * (1 + _TUNED.moved) + latency
+    return least + _TUNED.moved * ends + latency
 
 
 def _swaps(problem: Problem, group_size: int) -> float:

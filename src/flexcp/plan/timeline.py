@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexcp.plan.cost import price, swaps
+from flexcp.plan.cost import price
 from flexcp.plan.plan import Plan
 from flexcp.plan.work_profile import WorkProfile
 
@@ -21,7 +21,7 @@ class Spans:
     kind: str
     """"swap" (rows for heads), "receive" (K and V), "compute" or "return" (gradients)."""
     rounds: tuple[int, ...]
-    """The rounds in which it happens."""
+    """The rounds in which it happens, counted on from part to part of the heads."""
     begin: Tensor
     """float64 [rounds, groups] Seconds from the beginning of the pass."""
     end: Tensor
@@ -61,21 +61,9 @@ def timeline(plan: Plan, mask: str | None = None) -> Timeline:
 
     profile = WorkProfile.of([plan.grids[name]], schedule.groups)
     cost = price(schedule, profile, plan.machine, plan.shape, record)
-    before, after = swaps(schedule, plan.machine, plan.shape)
-    lead = dict(zip(("forward", "backward"), before, strict=True))
-    tail = dict(zip(("forward", "backward"), after, strict=True))
-    total = {"forward": cost.forward, "backward": cost.backward}
     spans = []
     for (passing, kind), events in kept.items():
-        begin = torch.stack([b for _, b, _ in events]) + lead[passing]
-        end = torch.stack([e for _, _, e in events]) + lead[passing]
+        begin = torch.stack([event[1] for event in events])
+        end = torch.stack([event[2] for event in events])
         spans.append(Spans(passing, kind, tuple(r for r, _, _ in events), begin, end))
-    if schedule.heads_group_size > 1:
-        for passing, whole in total.items():
-            edges = torch.tensor(
-                [[0.0, lead[passing]], [whole - tail[passing], whole]], dtype=torch.float64
-            )
-            wide = edges[:, :, None].expand(-1, -1, schedule.groups.ranks)
-            last = getattr(schedule, passing).rounds
-            spans.append(Spans(passing, "swap", (0, last), wide[:, 0], wide[:, 1]))
     return Timeline(tuple(spans), cost.forward, cost.backward)

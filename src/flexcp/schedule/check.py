@@ -85,7 +85,9 @@ def _check_tokens(schedule: Schedule, grids: Sequence[BlockGrid]) -> None:
 
 def _check_heads(schedule: Schedule, num_heads: int | None, num_kv_heads: int | None) -> None:
     """Each query head is computed once, with the kv head that it belongs to."""
-    slices = schedule.heads
+    slices, parts = schedule.heads, schedule.head_parts
+    if parts < 1 or (parts > 1 and schedule.heads_group_size == 1):
+        raise _wrong("one part of heads, or several where ranks share them", f"{parts} parts")
     if len(slices) != schedule.heads_group_size:
         raise _wrong(f"{schedule.heads_group_size} slices of heads", f"{len(slices)}")
     if any(r.step != 1 for s in slices for r in (s.q, s.kv)):
@@ -104,6 +106,9 @@ def _check_heads(schedule: Schedule, num_heads: int | None, num_kv_heads: int | 
                 f"kv heads {used} in slice {place}, for query heads {list(own.q)}",
                 f"kv heads {list(own.kv)}",
             )
+        cut = [part[place] for part in schedule.heads_by_part]
+        if [h for s in cut for h in s.q] != list(own.q):
+            raise _wrong(f"parts that hold query heads {list(own.q)} once", f"{cut}")
 
 
 def _check_tables(name: str, what: Pass, groups: Layout) -> None:

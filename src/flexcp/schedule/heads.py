@@ -27,6 +27,23 @@ class HeadSlice:
         even = each == [i // ratio for i in range(len(self.q))] if ratio else True
         return None if even and ratio * len(self.kv) == len(self.q) else each
 
+    def cut(self, parts: int, num_heads: int, num_kv_heads: int) -> tuple[HeadSlice, ...]:
+        """So many slices of it, no kv head in two; some are empty if it has fewer kv heads.
+
+        >>> HeadSlice(range(4, 8), range(2, 4)).cut(2, 8, 4)[1]
+        HeadSlice(q=range(6, 8), kv=range(3, 4))
+        """
+        ratio = num_heads // num_kv_heads
+        found = []
+        for i in range(parts):
+            first, last = (self.kv.start + n * len(self.kv) // parts for n in (i, i + 1))
+            q = range(max(self.q.start, first * ratio), min(self.q.stop, last * ratio))
+            found.append(HeadSlice(q, range(first, last)) if first < last else _NO_HEADS)
+        return tuple(found)
+
+
+_NO_HEADS = HeadSlice(range(0), range(0))
+
 
 def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadSlice, ...]:
     """Query heads as even as possible; each part gets the kv heads that its query heads use.

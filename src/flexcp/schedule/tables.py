@@ -185,11 +185,24 @@ class Schedule:
     """What runs between groups: exchange, ring, allgather, or nothing ("ulysses")."""
     keeps_kv: bool = False
     """Whether the rows that forward received are kept for backward, which then moves none."""
+    head_parts: int = 1
+    """Parts of a rank's heads that are computed one after the other, each as the tables say: while
+    one is, the next one's rows are swapped for heads, and the former's results for rows."""
 
     @property
     def ranks(self) -> int:
         """How many ranks take part."""
         return self.layout.ranks
+
+    @cached_property
+    def heads_by_part(self) -> tuple[tuple[HeadSlice, ...], ...]:
+        """Query and kv heads of each rank of a group, by part."""
+        if self.head_parts == 1:
+            return (self.heads,)
+        num_heads = max(s.q.stop for s in self.heads)
+        num_kv_heads = max(s.kv.stop for s in self.heads)
+        cut = [s.cut(self.head_parts, num_heads, num_kv_heads) for s in self.heads]
+        return tuple(zip(*cut, strict=True))
 
     def group_of(self, rank: int) -> tuple[int, int]:
         """Group of a rank, and its place there."""
