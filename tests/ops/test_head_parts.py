@@ -205,6 +205,11 @@ def test_parts_are_chosen_where_swaps_would_be_waited_for():
     found = timeline(plan)
     swaps = [s for s in alone_.spans if s.kind == "swap"]
     waited = sum(float((s.end - s.begin)[:, 0].sum()) for s in swaps)
+    for passing in ("forward", "backward"):
+        seconds = getattr(plan.costs[""], passing)
+        assert seconds == getattr(found, passing)
+        ends = [float(s.end.max()) for s in found.spans if s.passing == passing]
+        assert max(ends) == pytest.approx(seconds, rel=1e-12)
     gain = alone_.forward + alone_.backward - found.forward - found.backward
     assert 0.4 * waited < gain < 0.5 * waited
     short = make_plan(masks.causal(), 64, 4, schedule="ulysses", **OPTIONS)

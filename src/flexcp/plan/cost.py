@@ -129,29 +129,29 @@ def _in_turn(
     its rows for heads takes, and its results for rows. While a part is computed, the next one is
     swapped, and the results of the former.
     """
-    found: list[_Event] = []
     rounds = 1 + max((i for _, i, _, _ in events), default=0)
-    link = there = done = 0.0
+    computed: list[_Event] = []
     swapped: list[_Event] = []
 
-    def swap(i: int, begin: float, seconds: float) -> float:
-        swapped.append(("swap", i, begin, begin + seconds))
+    def swap(number: int, begin: float, seconds: float) -> float:
+        swapped.append(("swap", number * rounds, begin, begin + seconds))
         return begin + seconds
 
-    link = there = swap(0, 0.0, parts[0] * into)
+    done, there = 0.0, swap(0, 0.0, parts[0] * into)
+    link = there
     for part, size in enumerate(parts):
-        begin, former = max(done, there), parts[part - 1] * out if part else 0.0
-        beside = former + sum(parts[part + 1 : part + 2]) * into
-        found += [
-            (kind, i + part * rounds, begin + size * a, begin + size * b)
-            for kind, i, a, b in events
+        begin = max(done, there)
+        computed += [
+            (x, i + part * rounds, begin + size * a, begin + size * b) for x, i, a, b in events
         ]
+        beside = parts[part - 1] * out if part else 0.0
         if part + 1 < len(parts):
-            there = link = swap((part + 1) * rounds, max(link, begin), parts[part + 1] * into)
+            there = link = swap(part + 1, max(link, begin), parts[part + 1] * into)
+            beside += parts[part + 1] * into
         slowed = size * each.took + (1.0 - machine.hidden) * beside
         done = begin + max(slowed, size * each.moved + beside)
-        link = swap((part + 1) * rounds, max(link, done), size * out)
-    return link, found + (swapped if into or out else [])
+        link = swap(part + 1, max(link, done), size * out)
+    return link, computed + (swapped if into or out else [])
 
 
 def _busiest(schedule: Schedule) -> int:
