@@ -78,7 +78,7 @@ def test_plans_run_on_ranks_and_their_programs_are_there_before_the_first_call()
     def rank(mesh):
         found = []
         for lengths, plan in plan_ahead(LENGTHS, plan_of, mesh):
-            ready = "forward" in plan.memo[("programs", "", False)].__dict__
+            ready = "forward" in plan.memo[("programs", "", False, 0)].__dict__
             found.append(ready and right(lengths, plan))
         return found
 
