@@ -86,3 +86,17 @@ def test_a_group_shares_its_rows_in_their_order(tokens, group_size):
             for place in range(group_size):
                 want = own[:, edges[place] : edges[place + 1]].reshape(-1)
                 assert torch.equal(split.rows_of(group * group_size + place), want)
+
+
+def test_more_bytes_have_to_buy_a_twentieth_of_the_time():
+    """An exchange of most of one long document is 0.4 % faster than to swap rows for heads."""
+    tokens, draw, lengths = 1 << 17, random.Random("log-normal 7.5, 1.2 4002"), []
+    while sum(lengths) < tokens:
+        lengths.append(min(tokens - sum(lengths), round(draw.lognormvariate(7.5, 1.2))))
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    plan, exchange = (
+        make_plan(masks.document(lengths=lengths), tokens, 8, schedule=schedule, **heads).stats()
+        for schedule in ("auto", "exchange")
+    )
+    assert plan.predicted_seconds <= 1.02 * exchange.predicted_seconds
+    assert 1.2 * max(plan.bytes_received_per_rank) < max(exchange.bytes_received_per_rank)
