@@ -143,18 +143,14 @@ class Work:
         if self._exact_rows is not None:
             return self._exact_rows[edges]
         edges, back = torch.unique(edges, return_inverse=True)
-        inner = edges[(edges % self.block != 0) & (edges < self.seq_len)]
-        block = torch.div(inner, self.block, rounding_mode="floor")
-        cut_blocks, place = torch.unique(block, return_inverse=True)
+        within = (edges % self.block != 0) & (edges < self.seq_len)
+        block = torch.div(edges, self.block, rounding_mode="floor")
+        cut_blocks, place = torch.unique(block[within], return_inverse=True)
         tokens = self.tokens(cut_blocks)
         ahead = torch.cat([torch.zeros_like(tokens[:, :1]), tokens.cumsum(1)], dim=1)
-        known = self.before[
-            torch.div(edges, self.block, rounding_mode="floor").clamp(max=self.blocks.numel())
-        ]
+        known = self.before[block.clamp(max=self.blocks.numel())]
         known = torch.where(edges >= self.seq_len, self.before[-1], known)
-        known[(edges % self.block != 0) & (edges < self.seq_len)] += ahead[
-            place, inner % self.block
-        ]
+        known[within] += ahead[place, edges[within] % self.block]
         return known[back]
 
     def of_stretches(self, start: Tensor, stop: Tensor) -> Tensor:
@@ -210,10 +206,8 @@ def area_per_rank(
     """int64 [ranks] Allowed pairs of each rank's rows, over all masks, batch elements and heads."""
     areas = torch.zeros(layout.ranks, dtype=torch.int64)
     if layout.batch_elements == 1:
-        areas.index_add_(
-            0, layout.rank, Work.of(grids, None, heads).of_stretches(layout.start, layout.stop)
-        )
-        return areas
+        work = Work.of(grids, None, heads).of_stretches(layout.start, layout.stop)
+        return areas.index_add_(0, layout.rank, work)
     element = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
     for b in range(layout.batch_elements):
         at = element == b

@@ -16,6 +16,12 @@ from flexcp.plan.traffic import traffic
 from flexcp.schedule import Schedule
 
 _TUNED = Objective()
+GAIN = 1 + _TUNED.exposed * _TUNED.small
+"""Over the lower price: what has to be saved where a rank receives an eighth more (`small`), which
+costs it as much if its transfers take as long as its work (`exposed`)."""
+
+Bytes = tuple[float, float]
+"""What a rank receives, on average and at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +36,8 @@ class Candidate:
     received: float
     """Seconds that all takes which the rank receives that waits longest, forward, over all masks:
     bytes between nodes count more than those within."""
+    bytes_received: Bytes
+    """Forward, over all masks."""
     beside: float = 0.0
     """Seconds of the slowest rank, attention and the rest of the model together, beyond `compute`;
     0 if nothing is known of the rest."""
@@ -81,23 +89,52 @@ def candidate_of(
 ) -> Candidate:
     """A schedule for every mask, with what it moves; `own` seconds are of the rest of the model."""
     machine, zero = problem.machine, torch.zeros(layout.ranks, dtype=torch.float64)
-    forward, backward = zero, zero
+    forward, backward, received = zero, zero, zero
     for _, schedule in row.values():
         found = traffic(schedule, problem.shape, machine.ranks_per_node)
         forward = forward + machine.wire(found.forward, found.forward_between_nodes)
         backward = backward + machine.wire(found.backward, found.backward_between_nodes)
+        received = received + found.forward
     costs = {name: cost for name, (cost, _) in row.items()}
     beside = max(0.0, own - sum(cost.compute for cost in costs.values()))
     schedules = {name: schedule for name, (_, schedule) in row.items()}
-    wire, received = float((forward + backward).mean()), float(forward.max())
-    return Candidate(layout, schedules, costs, wire, received, beside)
+    wire, longest = float((forward + backward).mean()), float(forward.max())
+    both = float(received.mean()), float(received.max())
+    return Candidate(layout, schedules, costs, wire, longest, both, beside)
+
+
+def is_less(received: Bytes, other: Bytes) -> bool:
+    """Whether ranks receive less by an eighth, on average or at most, and not more in the other.
+
+    >>> is_less((4.0, 5.0), (4.4, 6.0)), is_less((5.0, 5.0), (4.0, 6.0))
+    (True, False)
+    """
+    much, pairs = 1 + _TUNED.small, list(zip(received, other, strict=True))
+    return any(a * much < b for a, b in pairs) and all(a <= b * much for a, b in pairs)
 
 
 def modest_first(found: list[Candidate]) -> list[Candidate]:
-    """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more."""
-    best = found[0]  # the rest of the model is no reason to let attention take longer
-    limit = best.price + (_TUNED.even - 1) * (best.price - best.beside)
-    near = [c for c in found if c.price <= limit]
-    much = (1 + _TUNED.small) * min(c.received for c in near)
-    first = min(near, key=lambda c: (c.received > much, c.keeps_much))
+    """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more.
+
+    Or one that moves less by an eighth, and not more between nodes, unless what is moved more buys
+    5 % of the price.
+    """
+    first = _of_equal_price(found, found[0])
+    most, longest = _limit(found[0], GAIN), first.received * (1 + _TUNED.small)
+    near = [c for c in found if c.price <= most and c.received <= longest]
+    less = [c for c in near if is_less(c.bytes_received, first.bytes_received)]
+    if less:
+        first = _of_equal_price(less, less[0])
     return [first, *(c for c in found if c is not first)]
+
+
+def _of_equal_price(found: list[Candidate], best: Candidate) -> Candidate:
+    """Of all that cost as much as the best, to 1 %, the cheapest that moves and keeps little."""
+    near = [c for c in found if c.price <= _limit(best, _TUNED.even)]
+    much = (1 + _TUNED.small) * min(c.received for c in near)
+    return min(near, key=lambda c: (c.received > much, c.keeps_much))
+
+
+def _limit(best: Candidate, times: float) -> float:
+    """So many times the price; the rest of the model is no reason to let attention take longer."""
+    return best.price + (times - 1) * (best.price - best.beside)

@@ -11,7 +11,7 @@ import torch
 from flexcp.errors import FlexCPError
 from flexcp.layout import Layout, contiguous
 from flexcp.layout.balance.objective import Objective
-from flexcp.plan.candidate import Candidate, candidate_of, modest_first
+from flexcp.plan.candidate import GAIN, Bytes, Candidate, candidate_of, is_less, modest_first
 from flexcp.plan.cost import Cost
 from flexcp.plan.loads import LayoutLoads, rows_in_tiles
 from flexcp.plan.model_work import model_seconds
@@ -89,9 +89,11 @@ def _add_shared_by_groups(problem: Problem, loads: LayoutLoads, found: list[Cand
     likely = {n: _least_price(problem, loads, n, rows=True) for n in sizes}
     told = not problem.flops_per_token
     for group_size in sorted(sizes, key=lambda n: likely[n]):
-        best = min(c.price for c in found)
-        if told and likely[group_size] > _TUNED.even * best:
-            return
+        cheapest = min(found, key=lambda c: c.price)
+        best, brought = cheapest.price, _bytes_received(problem, loads, group_size)
+        limit = GAIN if is_less(brought, cheapest.bytes_received) else _TUNED.even
+        if told and likely[group_size] > limit * best:
+            continue
         if _may_be_chosen(problem, least[group_size], group_size, found):
             groups = named_layout("balanced", problem, problem.ranks.size // group_size, group_size)
             layout = split_groups(groups, group_size)
@@ -111,7 +113,8 @@ def _may_be_chosen(
     best = min(found, key=lambda c: c.price)
     even = _TUNED.good if problem.flops_per_token else _TUNED.level
     less = (1 + _TUNED.small) * _swaps(problem, group_size) / 2 < best.received
-    return least * even < best.price * (_TUNED.even if less else 1.0)
+    limit = GAIN if is_less(_bytes_swapped(problem, group_size), best.bytes_received) else 1.0
+    return least * even < best.price * max(limit, _TUNED.even if less else 1.0)
 
 
 def _is_near_bound(found: Sequence[Candidate]) -> bool:
@@ -252,23 +255,67 @@ def _by_bound(
     queue = [
         (_least_price(problem, loads, n, rows=n == 1, relayed=True), n == 1, n) for n in splits
     ]
+    moved = _bytes_received(problem, loads, 1)
+    # What moves much has to be much cheaper than what moves less, which comes first.
+    more = GAIN if any(is_less(_bytes_swapped(problem, n), moved) for n in splits) else 1.0
+    queue = [(least * (more if n == 1 else 1.0), known, n) for least, known, n in queue]
     heapq.heapify(queue)
     while queue:
         least, with_rows, group_size = heapq.heappop(queue)
         best = min(found, key=lambda c: c.price, default=None)
+        if best and group_size == 1 and not _moves_less(problem, loads, best, moved):
+            least /= more
         # Even work without a transfer bounds all splits, but not with the time of swaps in it.
         near = best and best.group_size == 1 and _is_near_bound(found)
         if best and (near or least >= best.price):
-            if least > _TUNED.even * best.price:
+            if least > GAIN * best.price:
                 return
-            most = loads.seconds_received(problem) if group_size == 1 else best.received
-            if most * (1 + _TUNED.small) >= best.received:
+            if not _may_bring_less(problem, loads, group_size, best, least):
                 continue
         if with_rows or len(splits) == 1:
             yield group_size
         else:  # what groups exchange takes a look at their rows
             least = _least_price(problem, loads, group_size, rows=True)
             heapq.heappush(queue, (least, True, group_size))
+
+
+def _moves_less(problem: Problem, loads: LayoutLoads, found: Candidate, moved: Bytes) -> bool:
+    """Whether a candidate moves less than ranks that share no heads, and not more between nodes."""
+    longest = loads.seconds_received(problem) * (1 + _TUNED.small)
+    return is_less(found.bytes_received, moved) and found.received <= longest
+
+
+def _may_bring_less(
+    problem: Problem, loads: LayoutLoads, group_size: int, best: Candidate, least: float
+) -> bool:
+    """Whether a split that is dearer than the best may be chosen for how little it moves."""
+    if not is_less(_bytes_swapped(problem, group_size), best.bytes_received):
+        return False
+    near = group_size == 1 and least <= _TUNED.even * best.price
+    if near and loads.seconds_received(problem) * (1 + _TUNED.small) < best.received:
+        return True
+    return is_less(_bytes_received(problem, loads, group_size), best.bytes_received)
+
+
+def _bytes_received(problem: Problem, loads: LayoutLoads, group_size: int) -> Bytes:
+    """What a rank receives, forward, if so many share heads, on average and at most."""
+    shape, (mean, most) = problem.shape, _bytes_swapped(problem, group_size)
+    row = shape.kv_bytes(-(-shape.num_kv_heads // group_size))
+    row *= shape.batch if loads.layout.batch_elements == 1 else 1
+    for name in loads.needs:
+        received = loads.needs_of(name, group_size).received.double() * row
+        mean, most = mean + float(received.mean()), most + float(received.max())
+    return mean, most
+
+
+def _bytes_swapped(problem: Problem, group_size: int) -> Bytes:
+    """What a rank receives, forward, to swap rows for heads with others: each as much, about."""
+    shape = problem.shape
+    share = problem.seq_len / problem.ranks.size * shape.batch
+    row = shape.q_bytes(shape.num_heads) + shape.out_bytes(shape.num_heads)
+    row += shape.kv_bytes(max(shape.num_kv_heads, min(group_size, shape.num_heads)))
+    found = share * (group_size - 1) / group_size * row * len(problem.grids)
+    return found, found
 
 
 def _least_price(

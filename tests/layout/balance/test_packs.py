@@ -151,6 +151,25 @@ def test_ranks_that_share_a_document_are_on_one_node():
     assert far < near
 
 
+def test_a_document_of_more_ranks_than_a_node_leaves_none_of_them_alone():
+    """A rank that shares it with no other of its node receives all of it from other nodes."""
+    lengths = [9 * 1024, 7 * 1024]
+    grid = grid_of(lengths, causal=False)
+    layout = balanced([grid], 16, token_slack=0.9, ranks_per_node=8)
+    sharers = layout.rank[layout.start < lengths[0]].unique()
+    assert 8 < sharers.numel() < 12
+    assert int(torch.bincount(sharers // 8, minlength=2).min()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("log-normal 7.5, 1.2", 4015), ("two-peaked", 3007)], ids=str
+)
+def test_a_rank_with_less_work_does_not_receive_more_for_it(of_benchmarks, kind, seed):
+    """Where only the slowest rank counted, one with some time left received a fifth more."""
+    packs = of_benchmarks("planning_packs")
+    assert packs.short_of(packs.compared(kind, 1 << 17, 8, seed, causal=False)) == []
+
+
 def test_the_rest_of_the_model_is_balanced_with_attention():
     lengths, flops = pack("log-normal", 1), 4e6
     mask = masks.document(lengths=lengths) & masks.causal()

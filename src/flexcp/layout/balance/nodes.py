@@ -27,7 +27,8 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
                 fits or [n for n in range(len(nodes)) if room[n]],
                 key=lambda n: (-near.count(n), room[n] if fits else -room[n], n),
             )
-            count = min(len(new), room[node])
+            parts = -(-len(new) // max(room))  # as many to each: who is alone has to receive all
+            count = min(-(-len(new) // parts), room[node])
             nodes[node] += new[:count]
             node_of.update(dict.fromkeys(new[:count], node))
             room[node] -= count

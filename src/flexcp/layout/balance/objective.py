@@ -25,6 +25,8 @@ class Objective:
     follows from the machine and the shape too."""
     beside: float = 0.0
     """Pairs that a rank's tokens are worth in the rest of the model, which hide no transfers."""
+    mean: float = 0.0
+    """Pairs of a rank on average: one with fewer waits for others, not for more rows."""
     exposed: float = 0.4
     """What a row costs the rank that receives or sends it, over what that takes: 5 % slow compute
     down, as the cost model has it; rows of a first and of a last round are hidden in part only; and
@@ -70,5 +72,6 @@ class Objective:
         """The price of one rank, its pairs and rows that it waits for; or of many, as vectors."""
         wire = rows * self.pairs_per_row
         fragments = self.cut * self.pairs_per_row * pieces
-        waits = larger(wire - area + self.beside, 0.0)
-        return area + self.exposed * wire + waits + fragments + (rows > 0) * self.pairs_per_round
+        first = (rows > 0) * self.pairs_per_round
+        busy = larger(larger(area, wire + self.beside) + first, self.mean)
+        return busy + self.exposed * wire + fragments

@@ -82,6 +82,7 @@ def _of_work(
 ) -> Layout:
     """The layout for some work; counts differ by `slack` tokens, or by a share of the mean."""
     documents = Documents.of(work)
+    objective = replace(objective, mean=(mean := max(documents.total / ranks, 1e-9)))
     if work.per_token:  # what is uneven is dear beside what moves for it
         beside = work.per_token * work.seq_len / ranks
         objective = replace(objective, beside=beside, even=objective.good)
@@ -95,7 +96,7 @@ def _of_work(
         bounds = [_bounds(work, ranks, len(dense), objective)] * ranks
     deal = partial(Deal, documents, bounds=bounds, objective=objective)
     seed = partial(ways.Seed.of, documents, objective)
-    many, mean = len(documents) > 1, max(documents.total / ranks, 1e-9)
+    many = len(documents) > 1
     over = max(documents.area(a, b) for a, b in pairwise([0, *accumulate(counts)])) / mean
     plain = seed(ways.in_order(documents, counts)) if over <= 1 + objective.small else None
     even = over <= objective.enough

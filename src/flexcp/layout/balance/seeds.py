@@ -48,9 +48,8 @@ class Seed:
         sends = (moved / documents.sizes)[document] * own
         received, sent = (np.bincount(rank, rows, len(parts)) for rows in (needs, sends))
         cost = objective.of_rank(area, np.maximum(received, sent), pieces, np.maximum)
-        mean = max(documents.total / len(parts), 1e-9)
         price = cost.max() + objective.moved * objective.pairs_per_row * received.mean()
-        over = np.maximum(area - objective.level * mean, 0.0).mean() / objective.small
+        over = np.maximum(area - objective.level * objective.mean, 0.0).mean() / objective.small
         return cls(parts, float(price), float(price + over))
 
 
