@@ -116,13 +116,12 @@ def is_less(received: Bytes, other: Bytes) -> bool:
 def modest_first(found: list[Candidate]) -> list[Candidate]:
     """The cheapest first; or the cheapest that moves and keeps little, if it costs 1 % more.
 
-    Or one that moves less by an eighth, and not more between nodes, unless what is moved more buys
-    5 % of the price.
+    Or one that moves less by an eighth, unless what is moved more buys 5 % of the price, in which
+    bytes between nodes cost more already.
     """
     first = _of_equal_price(found, found[0])
-    most, longest = _limit(found[0], GAIN), first.received * (1 + _TUNED.small)
-    near = [c for c in found if c.price <= most and c.received <= longest]
-    less = [c for c in near if is_less(c.bytes_received, first.bytes_received)]
+    most = _limit(found[0], GAIN)
+    less = [c for c in found if c.price <= most and is_less(c.bytes_received, first.bytes_received)]
     if less:
         first = _of_equal_price(less, less[0])
     return [first, *(c for c in found if c is not first)]

@@ -263,7 +263,7 @@ def _by_bound(
     while queue:
         least, with_rows, group_size = heapq.heappop(queue)
         best = min(found, key=lambda c: c.price, default=None)
-        if best and group_size == 1 and not _moves_less(problem, loads, best, moved):
+        if best and group_size == 1 and not is_less(best.bytes_received, moved):
             least /= more
         # Even work without a transfer bounds all splits, but not with the time of swaps in it.
         near = best and best.group_size == 1 and _is_near_bound(found)
@@ -277,12 +277,6 @@ def _by_bound(
         else:  # what groups exchange takes a look at their rows
             least = _least_price(problem, loads, group_size, rows=True)
             heapq.heappush(queue, (least, True, group_size))
-
-
-def _moves_less(problem: Problem, loads: LayoutLoads, found: Candidate, moved: Bytes) -> bool:
-    """Whether a candidate moves less than ranks that share no heads, and not more between nodes."""
-    longest = loads.seconds_received(problem) * (1 + _TUNED.small)
-    return is_less(found.bytes_received, moved) and found.received <= longest
 
 
 def _may_bring_less(
