@@ -257,7 +257,8 @@ def _by_bound(
     ]
     moved = _bytes_received(problem, loads, 1)
     # What moves much has to be much cheaper than what moves less, which comes first.
-    more = GAIN if any(is_less(_bytes_swapped(problem, n), moved) for n in splits) else 1.0
+    swapped = (_bytes_swapped(problem, n) for n in splits if n > 1)
+    more = GAIN if any(is_less(swaps, moved) for swaps in swapped) else 1.0
     queue = [(least * (more if n == 1 else 1.0), known, n) for least, known, n in queue]
     heapq.heapify(queue)
     while queue:

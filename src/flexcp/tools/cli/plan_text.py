@@ -156,7 +156,7 @@ def _considered(found: Sequence[Strategy]) -> Text | None:
     text = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in shown)
     text = f"Also priced: {text}" + (f", and {rest} more." if rest > 0 else ".")
     if min(seconds for _, seconds in shown) < plan.considered[0][1]:
-        text += " The cheaper ones hold more rows of others until the backward pass."
+        text += " The faster ones move more, or hold more rows of others until the backward pass."
     return Text(text, "dim")
 
 

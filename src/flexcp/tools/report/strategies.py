@@ -69,9 +69,9 @@ def chosen_strategy(plan: Plan) -> Strategy:
     own, priced = plan.considered[0][1], len(plan.considered)
     about = "This plan."
     if priced > 1 and own <= min(seconds for _, seconds in plan.considered):
-        about = f"This plan: the cheapest of {priced} priced."
-    elif priced > 1:  # rows are kept for backward only where that is worth its memory
-        about = f"This plan: hardly slower than the cheapest of {priced} priced, with less memory."
+        about = f"This plan: the fastest of {priced} priced."
+    elif priced > 1:  # what is moved or kept more has to be worth it
+        about = f"This plan: hardly slower than the fastest of {priced}, which move or keep more."
     return Strategy(name[:1].upper() + name[1:], about, plan)
 
 
