@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import flexcp
-from flexcp import FlexCPError, masks, plan_ahead, testing
+from flexcp import FlexCPError, Machine, masks, plan_ahead, testing
 from flexcp.comm.calls import Calls
 from flexcp.kernels.reference import dense_attention, dense_mask
 
@@ -83,6 +83,25 @@ def test_plans_run_on_ranks_and_their_programs_are_there_before_the_first_call()
         return found
 
     assert testing.simulate(rank, 2) == [[True] * len(LENGTHS)] * 2
+
+
+def test_programs_of_every_part_of_the_heads_are_there_before_the_first_call():
+    eager = Machine("nothing to start", 1e6, 1, 1e6, 1e6, 0.0, 0.0, 0.0)
+
+    def narrower_heads(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 8 * h + 8)
+
+    def plan_of(length):
+        return flexcp.make_plan(
+            narrower_heads, length, 2, num_heads=4, schedule="ulysses", machine=eager
+        )
+
+    def rank(mesh):
+        _, plan = next(iter(plan_ahead([48], plan_of, mesh)))
+        programs = [plan.memo[("programs", "", False, part)] for part in range(2)]
+        return plan.schedule.head_parts, ["forward" in vars(one) for one in programs]
+
+    assert testing.simulate(rank, 2) == [(2, [True, True])] * 2
 
 
 def train_on_loaded_plans(mesh, context):

@@ -148,9 +148,10 @@ def _ready(
     if ranks is not None:
         plan = plan.on(ranks)
     if plan.ranks.transport is not None:
-        for mask in plan.grids:
-            programs = programs_of(plan, mask)
-            _ = programs.forward, programs.backward
+        for mask, schedule in plan.schedules.items():
+            for part in range(schedule.head_parts):
+                programs = programs_of(plan, mask, part=part)
+                _ = programs.forward, programs.backward
     return plan
 
 

@@ -126,7 +126,7 @@ def test_parts_are_right_on_a_network_that_is_late(schedule, shape, permuted):
 
 
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (10, 5)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (10, 5), (5, 5)])
 def test_a_compiled_graph_computes_in_parts(schedule, heads, kv_heads):
     torch._dynamo.reset()
     draw = torch.Generator().manual_seed(3)

@@ -20,19 +20,19 @@ from flexcp.ops.agreement import CallKind
 from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.dropout import drawn_seed
 from flexcp.ops.executor import RoundKernel, run_backward, run_forward
-from flexcp.ops.interface import Gradients, OutputGradients, Saved
-from flexcp.ops.program import RankPrograms
-from flexcp.ops.rows import SPARE, RowKind
-from flexcp.ops.swap import (
+from flexcp.ops.head_parts import (
     SWAPPED,
     HeadPart,
-    Swap,
     all_heads,
-    heads_by_part,
     split_extras,
+    split_heads,
     swapped_backward,
     swapped_forward,
 )
+from flexcp.ops.interface import Gradients, OutputGradients, Saved
+from flexcp.ops.program import RankPrograms
+from flexcp.ops.rows import SPARE, RowKind
+from flexcp.ops.swap import Swap
 from flexcp.plan import Plan
 
 
@@ -141,7 +141,7 @@ class ShardedAttention:
     def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
         """What was swapped, then the kept rows."""
         *swapped, rows = packed
-        extras = heads_by_part(self.parts, swapped)
+        extras = split_heads(self.parts, swapped)
         if not self.keeps_kv:
             return extras
         given = [extras[i + 1 : i + 3] for i in range(0, len(extras), SWAPPED)]
@@ -150,7 +150,7 @@ class ShardedAttention:
         widths = [math.prod(kind.shape) for kind in kinds]
         count, at, kept = (rows.numel() - SPARE) // max(1, sum(widths)), 0, []
         for kind, width in zip(kinds, widths, strict=True):
-            kept.append(rows.narrow(0, at, count * width).view(-1, *kind.shape))
+            kept.append(rows.narrow(0, at, count * width).view(count, *kind.shape))
             at += count * width
         return *extras, *kept
 

@@ -37,7 +37,7 @@ class Cost:
     """What the slowest rank would take for its work alone, both passes."""
     if_even: float
     """What all would take if their work were the same and no transfer were waited for but the swaps
-    of rows for heads."""
+    of rows for the first part's heads, and of the last part's results for rows."""
 
     @property
     def seconds(self) -> float:
@@ -97,7 +97,7 @@ def price(
             known[what, len(parts)] = found
         seconds.append(_in_turn(parts, into, out, found, machine)[0])
         compute += sum(parts) * found.compute
-        if_even += sum(parts) * found.mean + into + out
+        if_even += sum(parts) * found.mean + parts[0] * into + parts[-1] * out
     return Cost(seconds[0], seconds[1], compute, if_even)
 
 

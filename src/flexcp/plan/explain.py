@@ -14,6 +14,9 @@ from flexcp.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from flexcp.plan.plan import Plan
 
+_NOT_TUNED = ("pairs_per_row", "pairs_per_round", "beside", "mean")
+"""Numbers of the objective that follow from the machine, the shape and the mask."""
+
 
 def explain(plan: Plan) -> str:
     """Some lines of text: what was chosen, why, what it costs."""
@@ -51,8 +54,9 @@ def explain(plan: Plan) -> str:
             f"{format_seconds(cost.backward)} backward, of which "
             f"{format_seconds(cost.compute)} is compute"
         )
-    tuned = ", ".join(f"{name} {value:g}" for name, value in asdict(Objective()).items())
-    lines += ["", f"Objective (pairs_per_row follows from the machine): {tuned}"]
+    numbers = asdict(Objective()).items()
+    tuned = ", ".join(f"{name} {value:g}" for name, value in numbers if name not in _NOT_TUNED)
+    lines += ["", f"Objective, all that is tuned: {tuned}"]
     lines += ["", "Considered (predicted time of all masks, forward and backward):"]
     for i, (name, seconds) in enumerate(plan.considered):
         lines.append(f"  {'->' if i == 0 else '  '} {format_seconds(seconds):>10}  {name}")

@@ -15,8 +15,7 @@ MOST_ENTRIES = 256
 class PlanMemo(dict[Hashable, Any]):
     """A dict that lives and dies with its plan; its oldest entries are dropped.
 
-    Those that there are once per mask stay: they are few, cost the most, and others are made of
-    them.
+    Those of the masks stay: they are few, cost the most, and others are made of them.
 
     A key is a frozen dataclass, or a tuple that begins with the name of what is kept: keys of
     several users meet here. Threads may share a memo. If two make the same entry at once, both get
@@ -40,7 +39,7 @@ class PlanMemo(dict[Hashable, Any]):
     def kept(self, key: Hashable, make: Callable[[], T], *, per_mask: bool = False) -> T:
         """What is kept under a key, or what `make` makes, which is kept from now on.
 
-        An entry that there is at most once for each mask of the plan, `per_mask`, is never dropped.
+        An entry of a mask of the plan, or of a part of its heads, `per_mask`, is never dropped.
 
         `make` runs outside of the lock: it may use the memo itself. If it raises, nothing is kept.
         """

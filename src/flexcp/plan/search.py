@@ -250,7 +250,7 @@ def _by_bound(
 ) -> Iterator[int]:
     """How many ranks share heads: what may be cheapest first, as long as it may be cheaper.
 
-    Where none share them, it may also be chosen for how little it moves, if it is hardly dearer.
+    What is dearer may also be chosen for how little it moves.
     """
     queue = [
         (_least_price(problem, loads, n, rows=n == 1, relayed=True), n == 1, n) for n in splits
