@@ -12,8 +12,8 @@ from flexcp.layout.balance.objective import Objective
 from flexcp.plan.cost import Cost
 from flexcp.plan.pricing import describe
 from flexcp.plan.problem import Problem
-from flexcp.plan.traffic import traffic
-from flexcp.schedule import Schedule
+from flexcp.plan.traffic import Traffic, traffic
+from flexcp.schedule import Pass, Schedule
 
 _TUNED = Objective()
 GAIN = 1 + _TUNED.exposed * _TUNED.small
@@ -85,13 +85,23 @@ class Candidate:
 
 
 def candidate_of(
-    problem: Problem, layout: Layout, row: Mapping[str, tuple[Cost, Schedule]], own: float
+    problem: Problem,
+    layout: Layout,
+    row: Mapping[str, tuple[Cost, Schedule]],
+    own: float,
+    known: dict[tuple[Pass, Pass], Traffic],
 ) -> Candidate:
-    """A schedule for every mask, with what it moves; `own` seconds are of the rest of the model."""
+    """A schedule for every mask, with what it moves; `own` seconds are of the rest of the model.
+
+    `known` is what passes of schedules in which as many ranks share heads move.
+    """
     machine, zero = problem.machine, torch.zeros(layout.ranks, dtype=torch.float64)
     forward, backward, received = zero, zero, zero
     for _, schedule in row.values():
-        found = traffic(schedule, problem.shape, machine.ranks_per_node)
+        both = schedule.forward, schedule.backward
+        if both not in known:
+            known[both] = traffic(schedule, problem.shape, machine.ranks_per_node)
+        found = known[both]
         forward = forward + machine.wire(found.forward, found.forward_between_nodes)
         backward = backward + machine.wire(found.backward, found.backward_between_nodes)
         received = received + found.forward
@@ -99,8 +109,8 @@ def candidate_of(
     beside = max(0.0, own - sum(cost.compute for cost in costs.values()))
     schedules = {name: schedule for name, (_, schedule) in row.items()}
     wire, longest = float((forward + backward).mean()), float(forward.max())
-    both = float(received.mean()), float(received.max())
-    return Candidate(layout, schedules, costs, wire, longest, both, beside)
+    bytes_received = float(received.mean()), float(received.max())
+    return Candidate(layout, schedules, costs, wire, longest, bytes_received, beside)
 
 
 def is_less(received: Bytes, other: Bytes) -> bool:

@@ -10,7 +10,7 @@ another part is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from flexcp.plan.machine import Machine
 from flexcp.plan.shape import AttentionShape
 from flexcp.plan.traffic import elements_per_row
 from flexcp.plan.work_profile import WorkProfile
-from flexcp.schedule import Pass, Schedule, Transfers
+from flexcp.schedule import Pass, Schedule, Tasks, Transfers
 
 
 @dataclass(frozen=True)
@@ -57,32 +57,34 @@ def price(
     machine: Machine,
     shape: AttentionShape,
     record: Recorder | None = None,
-    known: dict[tuple[Pass, int], PassTimes] | None = None,
+    known: KnownTimes | None = None,
 ) -> Cost:
     """What a schedule costs on a machine; `record` is told what happens when.
 
-    `known` has what passes took that other schedules for the same groups and work have too.
+    `known` is what was found of other schedules for the same groups and work.
     """
+    known = known or KnownTimes()
     place = _busiest(schedule)
     mine = [slices[place] for slices in schedule.heads_by_part]
     largest = max(mine, key=lambda s: len(s.q))
     parts = [len(s.q) / len(largest.q) for s in mine]
     share = len(largest.q) / shape.num_heads
     row_bytes = shape.kv_bytes(len(largest.kv)) * elements_per_row(schedule, shape)
-    links = _Links(schedule, machine, place, row_bytes)
+    links = _Links(schedule, machine, place, row_bytes, known)
     per_pair = shape.flops_per_pair / machine.flops * share
     before, after = swaps(schedule, machine, shape)
     seconds = []
     compute = if_even = 0.0
-    pairs: Any = None
     for name, what, factor, into, out in (
         ("forward", schedule.forward, 1.0, before[0], after[0]),
         ("backward", schedule.backward, machine.backward, before[1], after[1]),
     ):
-        found = known.get((what, len(parts))) if known else None
+        found = None if record else known.passes.get((what, len(parts)))
         if found is None:
-            if pairs is None or what.work is not schedule.forward.work or what.rounds != len(pairs):
+            pairs = known.pairs.get((what.work, what.rounds))
+            if pairs is None:
                 pairs = profile.of_tasks(what.work, what.rounds)
+                known.pairs[what.work, what.rounds] = pairs
             work = pairs * (per_pair * factor) + (pairs > 0) * machine.launch
             total = work.sum(0)
             events: list[_Event] = []
@@ -93,8 +95,7 @@ def price(
                 for kind, i, begin, end in _in_turn(parts, into, out, found, machine, events)[1]:
                     round_times = (torch.from_numpy(groups + x) for x in (begin, end))
                     record(name, kind, i, *round_times)
-        if known is not None:
-            known[what, len(parts)] = found
+        known.passes[what, len(parts)] = found
         seconds.append(_in_turn(parts, into, out, found, machine)[0])
         compute += sum(parts) * found.compute
         if_even += sum(parts) * found.mean + parts[0] * into + parts[-1] * out
@@ -113,6 +114,18 @@ class PassTimes:
     """Of the work of the rank that has most."""
     mean: float
     """Of the work of a rank on average."""
+
+
+@dataclass(frozen=True, eq=False)
+class KnownTimes:
+    """What was found of schedules for the same groups, heads and work, and holds for others too."""
+
+    passes: dict[tuple[Pass, int], PassTimes] = field(default_factory=dict)
+    """By the pass, and in how many parts heads are computed."""
+    pairs: dict[tuple[Tasks, int], Any] = field(default_factory=dict)
+    """float64 [rounds, groups] Pairs of every round, by tasks and rounds."""
+    transfers: dict[tuple[Transfers, int], _Transfers] = field(default_factory=dict)
+    """By table and rounds."""
 
 
 def _in_turn(
@@ -224,38 +237,43 @@ _Ends = tuple[Any, Any]
 """int64 [n] Sources and targets of the messages of a round."""
 _Times = tuple[Any, list[_Ends | None]]
 """float64 [rounds, groups] Seconds; and the ends of each round that has any."""
+_Transfers = tuple[Any, Any, list[_Ends | None]]
+"""float64 [rounds, groups] Seconds for each byte of a row, and before the first; and the ends."""
 
 
 class _Links:
     """Seconds of transfers, by link."""
 
-    def __init__(self, schedule: Schedule, machine: Machine, place: int, row_bytes: int) -> None:
+    def __init__(
+        self, schedule: Schedule, machine: Machine, place: int, row_bytes: int, known: KnownTimes
+    ) -> None:
         ranks = np.arange(schedule.groups.ranks) * schedule.heads_group_size + place
         self._node = ranks // machine.ranks_per_node
         self.machine = machine
         self._row_bytes = row_bytes
-        self._known: dict[tuple[Transfers, int], _Times] = {}
+        self._known = known.transfers
 
     def times(self, table: Transfers, rounds: int, groups: int) -> _Times:
         """What the transfers of each round take each group."""
         key = (table, rounds)
         if key not in self._known:  # passes share tables
-            self._known[key] = self._times(table, rounds, groups)
-        return self._known[key]
+            self._known[key] = self._of(table, rounds, groups)
+        of_byte, first, ends = self._known[key]
+        return of_byte * self._row_bytes + first, ends
 
-    def _times(self, table: Transfers, rounds: int, groups: int) -> _Times:
+    def _of(self, table: Transfers, rounds: int, groups: int) -> _Transfers:
         # The table is sorted by round, target and source: these change where a message begins.
         columns = [x.numpy() for x in (table.round, table.source, table.target)]
         new = np.zeros(len(table), dtype=bool)
         new[:1] = True
         for column in columns:
             new[1:] |= column[1:] != column[:-1]
-        first = np.flatnonzero(new)
-        number, source, target = (column[first] for column in columns)
+        begins = np.flatnonzero(new)
+        number, source, target = (column[begins] for column in columns)
         lengths = table.rows.numpy()
-        rows = np.add.reduceat(lengths, first) if first.size else lengths
+        rows = np.add.reduceat(lengths, begins) if begins.size else lengths
         size = rounds * groups
-        seconds = np.zeros(size)
+        of_byte = np.zeros(size)
         inter = self._node[source] != self._node[target]
         for far, bandwidth in (
             (False, self.machine.intra_bandwidth),
@@ -264,12 +282,12 @@ class _Links:
             moved = np.where(inter == far, rows, 0)
             for end in (source, target):
                 total = np.bincount(number * groups + end, moved, minlength=size)
-                seconds = np.maximum(seconds, total * (self._row_bytes / bandwidth))
+                of_byte = np.maximum(of_byte, total / bandwidth)
         messages = np.bincount(number * groups + target, minlength=size)
-        seconds += (messages > 0) * self.machine.latency + messages * self.machine.message
+        first = (messages > 0) * self.machine.latency + messages * self.machine.message
         edges = np.searchsorted(number, np.arange(rounds + 1)).tolist()
         by_round = [(source[a:b], target[a:b]) if b > a else None for a, b in pairwise(edges)]
-        return seconds.reshape(rounds, groups), by_round
+        return of_byte.reshape(rounds, groups), first.reshape(rounds, groups), by_round
 
 
 def swaps(

@@ -10,10 +10,10 @@ from functools import partial
 from torch import Tensor
 
 from flexcp.layout.balance.objective import Objective
-from flexcp.plan.cost import Cost, PassTimes, price
+from flexcp.plan.cost import Cost, KnownTimes, price, swaps
 from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.problem import Problem
-from flexcp.schedule import Pass, Schedule, make_schedule
+from flexcp.schedule import Schedule, make_schedule
 from flexcp.schedule.hierarchical import Relays
 
 MOST_LINES = 1 << 21
@@ -30,7 +30,7 @@ class Pricing:
         self._problem, self._loads, self._mask = problem, loads, mask
         self._group_size, self._limit = group_size, limit
         self._work = loads.work_of(mask, group_size)
-        self._known: dict[tuple[Pass, int], PassTimes] = {}
+        self._known = KnownTimes()
         self._make: Callable[..., Schedule] = partial(
             make_schedule,
             grids=[problem.grids[mask]],
@@ -41,9 +41,17 @@ class Pricing:
 
     def of_all(self, schedule: str, few: bool, kept: bool) -> Iterator[tuple[Cost, Schedule]]:
         """All that may be chosen; `few` where fewer rounds gain nothing."""
-        for found in self._with_all_heads(schedule, few, kept):
-            yield found
-            yield from self._in_head_parts(found)
+        whole = list(self._with_all_heads(schedule, few, kept))
+        yield from whole
+        limit = Objective.enough * min((cost.seconds for cost, _ in whole), default=0.0)
+        for cost, option in whole:
+            if cost.seconds - self._seconds_of_swaps(option) <= limit:
+                yield from self._in_head_parts((cost, option))
+
+    def _seconds_of_swaps(self, schedule: Schedule) -> float:
+        """What swaps of rows for heads take, no more of which can be hidden."""
+        before, after = swaps(schedule, self._problem.machine, self._problem.shape)
+        return sum(before) + sum(after)
 
     def _in_head_parts(self, former: tuple[Cost, Schedule]) -> Iterator[tuple[Cost, Schedule]]:
         """A schedule with heads in twice as many parts, and again, as long as that takes less.

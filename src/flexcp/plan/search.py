@@ -17,7 +17,8 @@ from flexcp.plan.loads import LayoutLoads, rows_in_tiles
 from flexcp.plan.model_work import model_seconds
 from flexcp.plan.pricing import MOST_LINES, Pricing, describe
 from flexcp.plan.problem import PASSES, Problem, named_layout, split_groups
-from flexcp.schedule import Schedule
+from flexcp.plan.traffic import Traffic
+from flexcp.schedule import Pass, Schedule
 
 _TUNED = Objective()
 """The numbers that layouts and schedules are chosen by."""
@@ -238,7 +239,8 @@ def _options(
             }
         )
     own = model_seconds(problem, loads.layout, group_size) if problem.flops_per_token else 0.0
-    return [candidate_of(problem, loads.layout, row, own) for row in complete]
+    moved: dict[tuple[Pass, Pass], Traffic] = {}
+    return [candidate_of(problem, loads.layout, row, own, moved) for row in complete]
 
 
 def _seconds(priced: tuple[Cost, Schedule]) -> float:
