@@ -146,12 +146,13 @@ class Pricing:
         """An exchange in twice as many rounds, and again, as long as that takes clearly less.
 
         Where transfers are waited for, little is left to compute once the last rows have arrived,
-        and the first gradients leave early.
+        and the first gradients leave early: of all work, the share of one round at most.
         """
         found: list[tuple[Cost, Schedule]] = []
         while former[0].seconds > (1 + Objective.small) * former[0].compute:
             parts = 2 * (former[1].forward.rounds - 1)
-            if parts < 2 or self._seconds_of(parts) > self._limit:
+            many = parts * (Objective.enough - 1) > 2
+            if parts < 2 or many or self._seconds_of(parts) > self._limit:
                 break
             schedule = make(few_rounds=parts)
             new = self._priced(schedule.with_kept_kv() if kept else schedule)

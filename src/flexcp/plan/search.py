@@ -80,7 +80,7 @@ def _add_shared_by_groups(problem: Problem, loads: LayoutLoads, found: list[Cand
     A group has room for documents that are too long for a rank: less crosses between groups than
     if single ranks were balanced. What groups would exchange of the ranks' own layout tells within
     1 % or so what a layout of theirs will cost, unless ranks make up for attention by tokens: the
-    cheapest come first, as long as that gains.
+    cheapest come first, as long as that gains; of those as cheap as that, who exchange least.
     """
     if problem.ranks.size <= problem.machine.ranks_per_node and _is_near_bound(found):
         return  # nor do nodes exchange anything
@@ -89,7 +89,13 @@ def _add_shared_by_groups(problem: Problem, loads: LayoutLoads, found: list[Cand
     sizes = [n for n in sizes if _may_be_chosen(problem, least[n], n, found)]
     likely = {n: _least_price(problem, loads, n, rows=True) for n in sizes}
     told = not problem.flops_per_token
-    for group_size in sorted(sizes, key=lambda n: likely[n]):
+    near = _TUNED.even * min(likely.values(), default=0.0)
+
+    def first(n: int) -> tuple[bool, float]:
+        rows = (loads.seconds_of_rows(problem, name, n) for name in loads.needs)
+        return likely[n] > near, sum(float(x.mean(1).sum()) for x in rows)
+
+    for group_size in sorted(sizes, key=first):
         cheapest = min(found, key=lambda c: c.price)
         best, brought = cheapest.price, _bytes_received(problem, loads, group_size)
         limit = GAIN if is_less(brought, cheapest.bytes_received) else _TUNED.even

@@ -95,7 +95,8 @@ class WorkProfile:
 
     def _until(self, group: Any, row: Any) -> Any:
         """float64 [N] Pairs of some groups with all keys before some rows."""
-        element = row // self.seq_len
+        one = self.before.shape[1] == self.blocks + 1
+        element = 0 if one else row // self.seq_len
         position = row - element * self.seq_len
         block = position // self.block
         width = np.clip(self.seq_len - block * self.block, 1, self.block)
