@@ -6,8 +6,10 @@ former for rows: of all swaps only the first and the last are waited for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -63,22 +65,21 @@ def swapped_forward(
     The extras are, for each part, q, k, v, out and lse on the other side of the swap; then, where
     the schedule keeps what forward received, the rows of each.
     """
-    given: list[tuple[HeadsOnTheirWay, HeadsOnTheirWay]] = []
+    given: deque[tuple[HeadsOnTheirWay, HeadsOnTheirWay]] = deque()
+    to_come = enumerate(parts)
 
     def fetch_next() -> None:
-        number = len(given)
-        if number == len(parts):
-            return
-        swap = _swap_of(parts[number])
-        kv = swap.to_heads(k, v, label=labels.round("swap", _SWAPS * number), kv=True)
-        given.append((kv, swap.to_heads(q, label=labels.round("swap", _SWAPS * number + 1))))
+        for number, part in islice(to_come, 1):
+            swap, label = _swap_of(part), _SWAPS * number
+            kv = swap.to_heads(k, v, label=labels.round("swap", label), kv=True)
+            given.append((kv, swap.to_heads(q, label=labels.round("swap", label + 1))))
 
     swapped, all_kept, outs, lses = [], [], [], []
     for number, part in enumerate(parts):
         swap = _swap_of(part)
-        if len(given) == number:  # the first, or there was nothing to compute before
+        if not given:  # the first, or there was nothing to compute before
             fetch_next()
-        moving, moving_q = given[number]
+        moving, moving_q = given.popleft()
         kv = swap.own_keys(moving.wait())
         inputs = (moving_q.wait(), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
         out, lse, kept = run_forward(
@@ -117,26 +118,25 @@ def swapped_backward(
     Those of what a score function captures are added to `captured`.
     """
     swapped, all_kept = split_extras(parts, saved.extras)
-    given: list[tuple[HeadsOnTheirWay, HeadsOnTheirWay | None]] = []
+    given: deque[tuple[HeadsOnTheirWay, HeadsOnTheirWay | None]] = deque()
+    to_come = enumerate(parts)
 
     def fetch_next() -> None:
-        number = len(given)
-        if number == len(parts):
-            return
-        swap, from_lse = _swap_of(parts[number]), None
-        out = swap.to_heads(grads.out, label=labels.round("swap", _SWAPS * number))
-        if grads.lse is not None:
-            label = labels.round("swap", _SWAPS * number + 1)
-            from_lse = swap.to_heads(grads.lse.unsqueeze(-1), label=label)
-        given.append((out, from_lse))
+        for number, part in islice(to_come, 1):
+            swap, label, from_lse = _swap_of(part), _SWAPS * number, None
+            out = swap.to_heads(grads.out, label=labels.round("swap", label))
+            if grads.lse is not None:
+                lse = grads.lse.unsqueeze(-1)
+                from_lse = swap.to_heads(lse, label=labels.round("swap", label + 1))
+            given.append((out, from_lse))
 
     grads_kv, grads_q = [], []
     for number, part in enumerate(parts):
         swap = _swap_of(part)
-        if len(given) == number:
+        if not given:
             fetch_next()
         q, k, v, out, lse = swapped[number]
-        moving, moving_lse = given[number]
+        moving, moving_lse = given.popleft()
         grad_lse = None if moving_lse is None else moving_lse.wait().squeeze(-1)
         grad_q, grad_k, grad_v = run_backward(
             part.programs.backward,
