@@ -20,19 +20,19 @@ from flexcp.ops.agreement import CallKind
 from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.dropout import drawn_seed
 from flexcp.ops.executor import RoundKernel, run_backward, run_forward
-from flexcp.ops.head_parts import (
+from flexcp.ops.interface import Gradients, OutputGradients, Saved
+from flexcp.ops.program import RankPrograms
+from flexcp.ops.rows import SPARE, RowKind
+from flexcp.ops.swap import (
     SWAPPED,
     HeadPart,
+    Swap,
     all_heads,
     split_extras,
     split_heads,
     swapped_backward,
     swapped_forward,
 )
-from flexcp.ops.interface import Gradients, OutputGradients, Saved
-from flexcp.ops.program import RankPrograms
-from flexcp.ops.rows import SPARE, RowKind
-from flexcp.ops.swap import Swap
 from flexcp.plan import Plan
 
 
