@@ -165,3 +165,23 @@ def test_own_work_fills_up_what_the_rows_of_others_leave():
     heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     plan = make_plan(masks.document(lengths=lengths) & masks.causal(), tokens, 64, **heads)
     assert plan.stats().predicted_seconds <= 1.02 * plan.stats().compute_seconds
+
+
+def test_messages_of_hundreds_of_ranks_are_not_cut_into_millions_of_pieces():
+    for schedule in ("exchange", "auto"):
+        plan = make_plan(masks.causal(), 1 << 15, 256, block_size=64, schedule=schedule)
+        assert len(plan.schedule.forward.moves) <= 2 * 256**2
+        plan.check()
+
+
+def test_what_is_dear_over_slow_links_is_not_priced_where_nodes_pass_rows_on():
+    draw, lengths = random.Random(1), []
+    while sum(lengths) < 1 << 18:
+        lengths.append(min((1 << 18) - sum(lengths), max(1, int(draw.lognormvariate(8, 1.5)))))
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    plan = make_plan(masks.document(lengths=lengths) & masks.causal(), 1 << 18, 128, **heads)
+    exchange = make_plan(
+        masks.document(lengths=lengths) & masks.causal(), 1 << 18, 128, schedule="exchange", **heads
+    )
+    assert not any(name.startswith("balanced + exchange") for name, _ in plan.considered)
+    assert plan.stats().predicted_seconds < exchange.stats().predicted_seconds

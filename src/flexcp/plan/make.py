@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,7 +112,7 @@ def make_plan(
         ranks,
         shape,
         machine,
-        _share("flops_per_token", flops_per_token, float("inf")) or 0.0,
+        _share("flops_per_token", flops_per_token, _MOST_FLOPS) or 0.0,
         _share("token_slack", token_slack, 1.0),
     )
     found = search(problem, layout, schedule)
@@ -143,6 +142,13 @@ def grids_of(
     masks = dict(mask) if isinstance(mask, Mapping) else {"": mask}
     if not masks:
         raise FlexCPError("at least one mask", "an empty dict", "pass a mask, or a dict of masks")
+    for name in masks:
+        if not isinstance(name, str):
+            raise FlexCPError(
+                "names of masks to be texts, since attention(..., mask=) asks for one by its name",
+                quote(name),
+                f"call it {str(name)!r}, say",
+            )
     grids = {name: _merged(_grid(m, seq_len, block_size, shape)) for name, m in masks.items()}
     _require_alike(grids)
     return grids
@@ -153,11 +159,11 @@ def _share(name: str, value: object, most: float) -> float | None:
     if value is None:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= min(most, _MOST_FLOPS):  # type: ignore[operator]
+    if not number or not 0 <= value <= most:  # type: ignore[operator]
         raise FlexCPError(
-            f"{name} to be a number from 0" + (f" to {most:g}" if math.isfinite(most) else " on"),
+            f"{name} to be a number from 0 to {most:g}",
             quote(value),
-            f"leave {name} out, or pass a finite number that is not negative",
+            f"leave {name} out, or pass a number within these bounds",
         )
     return float(value)  # type: ignore[arg-type]
 

@@ -83,7 +83,8 @@ class Pricing:
         name = "hybrid" if group_size > 1 or schedule == "hybrid" else "exchange"
         needs = loads.needs_of(self._mask, group_size)
         own = needs.layout.counts.max() * needs.layout.batch_elements
-        rounds = self._seconds_of(-(-int(needs.received.max()) // max(1, int(own))))
+        fewest = -(-int(needs.received.max()) // max(1, int(own)))
+        rounds = self._seconds_of(fewest)
         if schedule == "hierarchical":
             per_node = self._problem.machine.ranks_per_node
             if kept and (rounds > self._limit or needs.by_owner[0].numel() > MOST_LINES >> 6):
@@ -106,12 +107,16 @@ class Pricing:
             found.append(self._priced(make(name, keep=True, at_once=True)))
             self._limit = min(self._limit, Objective.enough * found[0][0].seconds)
         dense = needs.exceed(Objective.dense)
+        lines = needs.by_owner[0].numel()
+        too_many = lines + min(lines, groups**2) * fewest > MOST_LINES
         if rounds <= self._limit:
             own_work = self._work.own(needs.layout)
-            found += self._with_kept(make(name, few_rounds=1, own_work=own_work), wire, kept=kept)
-            self._limit = min(self._limit, Objective.enough * found[-1][0].seconds)
-            found += self._in_more_parts(partial(make, name, own_work=own_work), found[0], kept)
-            if dense:  # then messages are fewer by ring distance
+            even = partial(make, name, own_work=own_work)
+            if not too_many:
+                found += self._with_kept(even(few_rounds=1), wire, kept=kept)
+                self._limit = min(self._limit, Objective.enough * found[-1][0].seconds)
+                found += self._in_more_parts(even, found[0], kept)
+            if dense or too_many:  # then messages are fewer by ring distance
                 found += self._with_kept(make(name), wire, kept=kept)
         yield from found
         if found and rounds <= least < min(self._limit, *(cost.seconds for cost, _ in found)):

@@ -32,11 +32,10 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     )
     loads = LayoutLoads.of(problem, chosen, schedule)
     found: list[Candidate] = []
-    for group_size in _by_bound(problem, loads, splits, found):
-        found.extend(_options(problem, loads, group_size, schedule, found=found))
-        relayed = group_size == 1 and schedule == "auto" and not problem.flops_per_token
-        if relayed and not _is_near_bound(found) and loads.share_rows(problem):
-            found.extend(_options(problem, loads, 1, "hierarchical", kept=True, found=found))
+    relays = schedule == "auto" and not problem.flops_per_token
+    for group_size, relayed in _by_bound(problem, loads, splits, found, relays=relays):
+        how = "hierarchical" if relayed else schedule
+        found.extend(_options(problem, loads, group_size, how, kept=relayed, found=found))
     if schedule == "auto" and layout in ("auto", "balanced"):
         _add_shared_by_groups(problem, loads, found)
     if problem.flops_per_token:
@@ -254,23 +253,33 @@ def _seconds(priced: tuple[Cost, Schedule]) -> float:
 
 
 def _by_bound(
-    problem: Problem, loads: LayoutLoads, splits: Sequence[int], found: Sequence[Candidate]
-) -> Iterator[int]:
+    problem: Problem,
+    loads: LayoutLoads,
+    splits: Sequence[int],
+    found: Sequence[Candidate],
+    *,
+    relays: bool,
+) -> Iterator[tuple[int, bool]]:
     """How many ranks share heads: what may be cheapest first, as long as it may be cheaper.
 
-    What is dearer may also be chosen for how little it moves.
+    Where none do, also whether rows are passed on within nodes, if `relays` are tried: behind what
+    fetches them straight from their owners, unless that is surely dearer. What is dearer may also
+    be chosen for how little it moves.
     """
-    queue = [
-        (_least_price(problem, loads, n, rows=n == 1, relayed=True), n == 1, n) for n in splits
-    ]
+    least_of = {n: _least_price(problem, loads, n, rows=n == 1) for n in splits}
+    queue = [(least, n == 1, n, False) for n, least in least_of.items()]
+    if relays and 1 in splits and loads.needs and problem.machine.ranks_per_node > 1:
+        least = _least_price(problem, loads, 1, rows=True, relayed=True)
+        first = least * _TUNED.enough < least_of[1]
+        queue.append((least if first else least_of[1], True, 1, True))
     moved = _bytes_received(problem, loads, 1)
     # What moves much has to be much cheaper than what moves less, which comes first.
     swapped = (_bytes_swapped(problem, n) for n in splits if n > 1)
     more = GAIN if any(is_less(swaps, moved) for swaps in swapped) else 1.0
-    queue = [(least * (more if n == 1 else 1.0), known, n) for least, known, n in queue]
+    queue = [(least * (more if n == 1 else 1.0), known, n, r) for least, known, n, r in queue]
     heapq.heapify(queue)
     while queue:
-        least, with_rows, group_size = heapq.heappop(queue)
+        least, with_rows, group_size, relayed = heapq.heappop(queue)
         best = min(found, key=lambda c: c.price, default=None)
         if best and group_size == 1 and not is_less(best.bytes_received, moved):
             least /= more
@@ -279,13 +288,15 @@ def _by_bound(
         if best and (near or least >= best.price):
             if least > GAIN * best.price:
                 return
-            if not _may_bring_less(problem, loads, group_size, best, least):
+            if relayed or not _may_bring_less(problem, loads, group_size, best, least):
                 continue
+        if relayed and not loads.share_rows(problem):
+            continue
         if with_rows or len(splits) == 1:
-            yield group_size
+            yield group_size, relayed
         else:  # what groups exchange takes a look at their rows
             least = _least_price(problem, loads, group_size, rows=True)
-            heapq.heappush(queue, (least, True, group_size))
+            heapq.heappush(queue, (least, True, group_size, False))
 
 
 def _may_bring_less(
