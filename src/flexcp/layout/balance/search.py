@@ -90,8 +90,9 @@ def _of_work(
     bounds, room = [(count, count) for count in counts], counts
     dense = documents.dense_rows(2 / objective.small)
     if isinstance(slack, float):
-        room = [min(work.seq_len, math.ceil(max(counts) * (1 + slack)))] * ranks
-        bounds = [(math.floor(min(counts) * (1 - slack)), room[0])] * ranks
+        share = work.seq_len / ranks
+        room = [min(work.seq_len, max(*counts, math.floor(share * (1 + slack))))] * ranks
+        bounds = [(min(*counts, math.ceil(share * (1 - slack))), room[0])] * ranks
     elif slack is not None:
         bounds = [_bounds(work, ranks, len(dense), objective)] * ranks
     deal = partial(Deal, documents, bounds=bounds, objective=objective)
