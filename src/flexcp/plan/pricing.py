@@ -49,7 +49,7 @@ class Pricing:
                 yield from self._in_head_parts((cost, option))
 
     def _seconds_of_swaps(self, schedule: Schedule) -> float:
-        """What swaps of rows for heads take, no more of which can be hidden."""
+        """What swaps of rows for heads take: parts can hide no more than that."""
         before, after = swaps(schedule, self._problem.machine, self._problem.shape)
         return sum(before) + sum(after)
 

@@ -46,8 +46,9 @@ class Objective:
     """Over the mean work, or the lowest price: what no rank is left with whatever moves for it, and
     how much dearer may be what is tried or taken for another merit."""
     worth: float = 3e-3
-    """Gain over the mean work for which a trade is made, and price over the lower bound (the mean
-    work, nothing received) at which the search stops."""
+    """Gain over the mean work for which a trade is made, over the time for which heads are cut into
+    more parts; price over the lower bound (the mean work, nothing received) at which the search
+    stops."""
     small: float = 0.125
     """What is little of a whole: the lightest documents that fill the gaps which others leave; rows
     of a rank that are judged together, or that its count may be short of; one over it is many."""
