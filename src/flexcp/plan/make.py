@@ -143,12 +143,7 @@ def grids_of(
     if not masks:
         raise FlexCPError("at least one mask", "an empty dict", "pass a mask, or a dict of masks")
     for name in masks:
-        if not isinstance(name, str):
-            raise FlexCPError(
-                "names of masks to be texts, since attention(..., mask=) asks for one by its name",
-                quote(name),
-                f"call it {str(name)!r}, say",
-            )
+        require("the name of a mask", name, str, "attention(..., mask=) asks for it by this name")
     grids = {name: _merged(_grid(m, seq_len, block_size, shape)) for name, m in masks.items()}
     _require_alike(grids)
     return grids

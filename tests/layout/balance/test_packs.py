@@ -189,7 +189,7 @@ def test_token_counts_may_differ_as_far_as_they_are_allowed_to():
     mask = masks.document(lengths=lengths) & masks.causal()
     for ranks in (7, 8):
         for slack in (0.0, 0.1, 0.4):
-            layout = balanced([build_block_grid(mask, sum(lengths))], ranks, token_slack=slack)
-            mean, counts = sum(lengths) / ranks, layout.counts
+            mean = sum(lengths) / ranks
+            counts = make_plan(mask, sum(lengths), ranks, token_slack=slack).layout.counts
             assert min(math.floor(mean), mean * (1 - slack)) <= int(counts.min())
             assert int(counts.max()) <= max(math.ceil(mean), mean * (1 + slack))

@@ -223,8 +223,13 @@ def mixed(
         cheap_before, dear_before = given - count - dear, dear
         # More heavy rows among as many rows are always more work.
         low, high = max(dear, given - light.size), min(heavy.size, dear + count)
-        work = lambda rows: heavy.area(rows) + light.area(given - rows)  # noqa: B023, E731
-        dear = low + bisect_left(range(low, high), goal, key=work)
+        while low < high:
+            middle = (low + high) // 2
+            if heavy.area(middle) + light.area(given - middle) < goal:
+                low = middle + 1
+            else:
+                high = middle
+        dear = low
         runs = heavy.stretches(dear_before, dear) + light.stretches(cheap_before, given - dear)
         found.append([(documents.holder(a), a, b) for a, b in sorted(runs)])
     return found
