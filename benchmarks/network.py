@@ -79,11 +79,11 @@ def machine_for(place: str, ranks: int, megabits: float) -> Machine:
     here = Machine.measure(attention=flexcp.flex_attention)
     per_node = PLACES[place]
     share = min(1.0, (os.cpu_count() or 1) / ranks)
-    link = megabits * 1e6 / 8 * OVERHEAD / per_node
+    link = megabits * 1e6 / 8 * OVERHEAD
     return replace(
         here, name="network", flops=here.flops * share, ranks_per_node=per_node,
         intra_bandwidth=here.intra_bandwidth * share, inter_bandwidth=link,
-        latency=1e-3, message=2e-4,
+        latency=1e-3, message=2e-4, node_bandwidth=link if per_node > 1 else 0.0,
     )  # fmt: skip
 
 

@@ -132,6 +132,7 @@ def plan_calls() -> dict[str, Call]:
             intra_bandwidth=(1e9, number(1e-300)), inter_bandwidth=(1e9, number(1e-300)),
             latency=(1e-6, seconds), message=(1e-6, seconds), launch=(1e-6, seconds),
             hidden=(0.95, number(0, 1)), backward=(2.5, seconds), memory=(0.0, seconds),
+            node_bandwidth=(0.0, seconds),
         ),
         "Machine.preset": call(Machine.preset, name=("h100", nothing)),
         "Machine.measure": refusals(

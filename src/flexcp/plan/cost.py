@@ -249,6 +249,7 @@ class _Links:
     ) -> None:
         ranks = np.arange(schedule.groups.ranks) * schedule.heads_group_size + place
         self._node = ranks // machine.ranks_per_node
+        self._members = min(schedule.heads_group_size, machine.ranks_per_node)  # on one node
         self.machine = machine
         self._row_bytes = row_bytes
         self._known = known.transfers
@@ -283,11 +284,26 @@ class _Links:
             for end in (source, target):
                 total = np.bincount(number * groups + end, moved, minlength=size)
                 of_byte = np.maximum(of_byte, total / bandwidth)
+        if self.machine.node_bandwidth:
+            far_rows = np.where(inter, rows, 0)
+            for end in (source, target):
+                of_byte = np.maximum(of_byte, self._of_nodes(number, end, far_rows, rounds, groups))
         messages = np.bincount(number * groups + target, minlength=size)
         first = (messages > 0) * self.machine.latency + messages * self.machine.message
         edges = np.searchsorted(number, np.arange(rounds + 1)).tolist()
         by_round = [(source[a:b], target[a:b]) if b > a else None for a, b in pairwise(edges)]
         return of_byte.reshape(rounds, groups), first.reshape(rounds, groups), by_round
+
+    def _of_nodes(self, number: Any, end: Any, rows: Any, rounds: int, groups: int) -> Any:
+        """float64 [rounds * groups] What the links that nodes share take for each byte of a row.
+
+        Whoever uses one in a round is through when all that it carries then is.
+        """
+        nodes = int(self._node.max(initial=0)) + 1
+        carried = np.bincount(number * nodes + self._node[end], rows, minlength=rounds * nodes)
+        busy = carried.reshape(rounds, nodes)[:, self._node] * self._members
+        uses = np.bincount(number * groups + end, rows, minlength=rounds * groups) > 0
+        return np.where(uses, busy.reshape(-1) / self.machine.node_bandwidth, 0.0)
 
 
 def swaps(
@@ -315,7 +331,7 @@ def swaps(
         near = min(group_size, machine.ranks_per_node)
         far = (group_size - near) / (group_size - 1)
         size = max(received, sent)
-        wire = max(size * (1 - far) / machine.intra_bandwidth, size * far / machine.inter_bandwidth)
+        wire = max(size * (1 - far) / machine.intra_bandwidth, size * far / machine.share_of_link)
         return wire + machine.latency + (group_size - 1) * machine.message
 
     before = (seconds(gather, scatter), seconds(q_in, q_out))

@@ -39,7 +39,7 @@ class Machine:
     intra_bandwidth: float
     """Bytes per second and rank and direction, within a node."""
     inter_bandwidth: float
-    """Bytes per second and rank and direction, between nodes."""
+    """Bytes per second and rank and direction, between nodes, if no other rank sends."""
     latency: float
     """Seconds until a message of no size has arrived."""
     message: float
@@ -52,6 +52,9 @@ class Machine:
     """Work of the backward pass, relative to forward."""
     memory: float = 0.0
     """Bytes of a rank's device; 0 if that is not known."""
+    node_bandwidth: float = 0.0
+    """Bytes per second and direction between nodes that all ranks of a node have together; 0 where
+    each rank has a link of its own."""
 
     def __post_init__(self) -> None:
         require("name", self.name, str, "pass what to call it")
@@ -60,10 +63,29 @@ class Machine:
         for name, (least, most) in _BOUNDS.items():
             finite_number(name, getattr(self, name), fix=fix, least=least, most=most)
 
+    @property
+    def share_of_link(self) -> float:
+        """Bytes per second and rank between nodes, if all ranks of a node send as much at a time.
+
+        >>> Machine("x", 1e12, 4, 1e10, 2e9, 0.0, 0.0, 0.0, node_bandwidth=4e9).share_of_link
+        1000000000.0
+        """
+        if not self.node_bandwidth:
+            return self.inter_bandwidth
+        return min(self.inter_bandwidth, self.node_bandwidth / self.ranks_per_node)
+
     def wire(self, received: Tensor, between_nodes: Tensor) -> Tensor:
-        """float64 [ranks] Seconds of links for some bytes, of which some come from other nodes."""
+        """float64 [ranks] Seconds of links for some bytes, of which some come from other nodes.
+
+        A link that a node's ranks share is busy with what all of them receive.
+        """
         near = (received - between_nodes).double() / self.intra_bandwidth
-        return near + between_nodes.double() / self.inter_bandwidth
+        far = between_nodes.double() / self.inter_bandwidth
+        if self.node_bandwidth:
+            node = torch.arange(len(between_nodes)) // self.ranks_per_node
+            of_node = torch.bincount(node, between_nodes.double()) / self.node_bandwidth
+            far = torch.maximum(far, of_node[node])
+        return near + far
 
     @classmethod
     def preset(cls, name: str) -> Machine:
@@ -114,6 +136,7 @@ _BOUNDS = {
     "flops": (1.0, 1e300), "intra_bandwidth": (1.0, 1e300), "inter_bandwidth": (1.0, 1e300),
     "latency": (0.0, 1e300), "message": (0.0, 1e300), "launch": (0.0, 1e300),
     "hidden": (0.0, 1.0), "backward": (0.0, 1e300), "memory": (0.0, 1e300),
+    "node_bandwidth": (0.0, 1e300),
 }  # fmt: skip
 """What the figures of a machine may be: a price divides by the first three."""
 

@@ -380,5 +380,5 @@ def _swaps(problem: Problem, group_size: int) -> float:
     moved = share * (group_size - 1) / group_size * row
     near = min(group_size, machine.ranks_per_node)
     far = (group_size - near) / (group_size - 1)
-    swaps = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.inter_bandwidth)
+    swaps = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.share_of_link)
     return swaps * len(problem.grids)
