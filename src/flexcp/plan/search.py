@@ -46,9 +46,10 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
         plain = contiguous(problem.seq_len, problem.ranks.size)  # a window's, say: less is moved
         uneven = {n: loads.imbalance(n, plain) for n in tried}
-        even = [n for n in tried if uneven[n] <= 1 + _TUNED.small]
+        best = min(c.price for c in found)
+        least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in tried}
+        even = [n for n in tried if uneven[n] * least[n] < best]
         if even:  # what is less even has to gain half as much as it is uneven
-            best = min(c.price for c in found)
             of_plain = LayoutLoads.of(problem, plain, schedule)
             more = _priced(problem, of_plain, even, found, schedule)
             gain = {n: max(_TUNED.enough, (1 + uneven[n]) / 2) for n in even}
@@ -208,7 +209,7 @@ def _group_sizes(problem: Problem) -> list[int]:
     if len(problem.ranks.shape) == 2:
         return [n for n in problem.ranks.shape[1:] if n > 1]
     near = min(problem.machine.ranks_per_node, size)
-    splits = [n for n in range(2, min(size, heads) + 1) if size % n == 0]
+    splits = [n for n in range(2, size + 1) if size % n == 0 and (n <= heads or n == size)]
     return sorted(splits, key=lambda n: (n > near, -n if n <= near else n))
 
 
