@@ -7,6 +7,7 @@ import torch
 
 from flexcp import FlexCPError, build_block_grid, masks
 from flexcp.layout import contiguous, head_tail
+from flexcp.plan import make_plan
 from flexcp.schedule import check_schedule, make_schedule, split_heads
 
 LENGTH, RANKS = 240, 6
@@ -135,3 +136,11 @@ def test_groups_that_do_not_divide_the_ranks_are_refused():
 def test_an_unknown_schedule_lists_the_known_ones():
     with pytest.raises(FlexCPError, match="exchange, ring, allgather, ulysses, hybrid"):
         make_schedule("spiral", [grid_of(masks.full())], contiguous(LENGTH, 6))
+
+
+def test_a_schedule_says_what_it_is_in_a_line():
+    """Not its tables: a plan that is printed, or stands in an error, has thousands of rows."""
+    plan = make_plan(masks.causal(), 512, (2, 2), schedule="hybrid", num_heads=8)
+    transfers, rounds = len(plan.schedule.forward.moves), plan.schedule.forward.rounds
+    told = f"4 ranks, heads shared by 2, {transfers} transfers in {rounds} rounds forward"
+    assert repr(plan.schedule) == f"Schedule(hybrid: {told})"

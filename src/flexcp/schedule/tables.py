@@ -189,6 +189,14 @@ class Schedule:
     """Parts of a rank's heads that are computed one after the other, each as the tables say: while
     one is, the next one's rows are swapped for heads, and the former's results for rows."""
 
+    def __repr__(self) -> str:
+        rounds, transfers = self.forward.rounds, len(self.forward.moves)
+        shared = f", heads shared by {self.heads_group_size}" if self.heads_group_size > 1 else ""
+        return (
+            f"Schedule({self.name}: {self.ranks} ranks{shared}, {transfers} transfers in "
+            f"{rounds} round{'' if rounds == 1 else 's'} forward)"
+        )
+
     @property
     def ranks(self) -> int:
         """How many ranks take part."""
