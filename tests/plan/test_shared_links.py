@@ -90,6 +90,48 @@ def test_groups_within_nodes_use_the_link_with_all_of_their_ranks():
     assert shared == pytest.approx(halves)
 
 
+@pytest.mark.parametrize(("mesh", "schedule"), [(8, "ulysses"), ((2, 4), "hybrid")])
+def test_ranks_without_heads_leave_the_link_to_those_that_have_some(mesh, schedule):
+    """One of four ranks of a node has the head, and fetches all rows alone."""
+    shape = {"num_heads": 1, "head_dim": 64, "dtype": torch.float32, "layout": "contiguous"}
+    own, shared = (
+        make_plan(
+            masks.full(), 1024, mesh, schedule=schedule, machine=replace(m, ranks_per_node=4),
+            **shape,
+        ).stats().predicted_seconds
+        for m in (OWN, SHARED)
+    )  # fmt: skip
+    assert shared == pytest.approx(own)
+
+
+@pytest.mark.parametrize("mesh", [(2, 6), (4, 3), (8, 3), (2, 5)])
+def test_groups_on_two_nodes_take_no_less_than_their_links_carry(mesh):
+    """Groups of 3, 5 and 6 ranks on nodes of 4: what nodes receive of other groups, both passes."""
+    machine = replace(SHARED, ranks_per_node=4)
+    plan = make_plan(
+        masks.full(), 960, mesh, schedule="hybrid", machine=machine, num_heads=30, head_dim=16,
+        layout="contiguous",
+    )  # fmt: skip
+    groups, size = mesh
+    rows, part = 960 // groups, 30 // size * 2 * 16 * 2
+    node = torch.arange(groups * size).view(groups, size) // 4
+    apart = (node[:, None] != node[None]).sum(1).reshape(-1) * rows * part
+    most = int(torch.bincount(node.reshape(-1), apart.double()).max())
+    rounds_and_gradients = 3 - plan.schedule.keeps_kv
+    assert plan.stats().predicted_seconds >= rounds_and_gradients * most / 1e9 * (1 - 1e-6)
+
+
+def test_a_plan_within_a_node_knows_nothing_of_its_link():
+    documents = masks.causal() & masks.document(lengths=[900, 300, 2000, 70, 68, 300])
+    options = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 128, "block_size": 32}
+    one = replace(Machine.preset("h100-ib"), node_bandwidth=0.0)
+    found = (
+        make_plan(documents, 3638, 4, machine=m, **options)
+        for m in (one, replace(one, node_bandwidth=1e9))
+    )
+    assert next(found).layout == next(found).layout
+
+
 def test_bytes_have_the_price_of_the_link_that_all_of_a_node_keep_busy():
     received, far = torch.tensor([30, 40, 50, 0]), torch.tensor([10, 20, 0, 0])
     slow = replace(SHARED, intra_bandwidth=1e3, inter_bandwidth=1e2, node_bandwidth=1e2)
@@ -107,6 +149,6 @@ def test_a_window_over_nodes_with_one_link_each_stays_a_halo_exchange():
 
 
 def test_what_ranks_of_a_node_share_is_a_number_that_a_price_can_be_computed_with():
-    for wrong in (-1.0, float("nan"), float("inf")):
+    for wrong in (-1.0, 5e-324, 0.5, float("nan"), float("inf"), "fast", None, True):
         with pytest.raises(FlexCPError, match="node_bandwidth"):
             replace(OWN, node_bandwidth=wrong)

@@ -249,7 +249,8 @@ class _Links:
     ) -> None:
         ranks = np.arange(schedule.groups.ranks) * schedule.heads_group_size + place
         self._node = ranks // machine.ranks_per_node
-        self._members = min(schedule.heads_group_size, machine.ranks_per_node)  # on one node
+        busy = np.flatnonzero([len(s.q) > 0 for s in schedule.heads])
+        self._nodes = (ranks[:, None] - place + busy) // machine.ranks_per_node
         self.machine = machine
         self._row_bytes = row_bytes
         self._known = known.transfers
@@ -285,25 +286,28 @@ class _Links:
                 total = np.bincount(number * groups + end, moved, minlength=size)
                 of_byte = np.maximum(of_byte, total / bandwidth)
         if self.machine.node_bandwidth:
-            far_rows = np.where(inter, rows, 0)
-            for end in (source, target):
-                of_byte = np.maximum(of_byte, self._of_nodes(number, end, far_rows, rounds, groups))
+            of_byte = np.maximum(of_byte, self._of_nodes(number, source, target, rows, size))
         messages = np.bincount(number * groups + target, minlength=size)
         first = (messages > 0) * self.machine.latency + messages * self.machine.message
         edges = np.searchsorted(number, np.arange(rounds + 1)).tolist()
         by_round = [(source[a:b], target[a:b]) if b > a else None for a, b in pairwise(edges)]
         return of_byte.reshape(rounds, groups), first.reshape(rounds, groups), by_round
 
-    def _of_nodes(self, number: Any, end: Any, rows: Any, rounds: int, groups: int) -> Any:
+    def _of_nodes(self, number: Any, source: Any, target: Any, rows: Any, size: int) -> Any:
         """float64 [rounds * groups] What the links that nodes share take for each byte of a row.
 
-        Whoever uses one in a round is through when all that it carries then is.
+        Every rank of a group that has heads moves its part of them. Whoever uses a link in a round
+        is through when all that it carries then is.
         """
-        nodes = int(self._node.max(initial=0)) + 1
-        carried = np.bincount(number * nodes + self._node[end], rows, minlength=rounds * nodes)
-        busy = carried.reshape(rounds, nodes)[:, self._node] * self._members
-        uses = np.bincount(number * groups + end, rows, minlength=rounds * groups) > 0
-        return np.where(uses, busy.reshape(-1) / self.machine.node_bandwidth, 0.0)
+        groups, nodes = len(self._nodes), int(self._nodes.max(initial=0)) + 1
+        apart = self._nodes[source] != self._nodes[target]  # [messages, ranks with heads]
+        found = np.zeros(size)
+        for end in (source, target):
+            at = number[:, None] * nodes + self._nodes[end]
+            carried = np.bincount(at.ravel(), (rows[:, None] * apart).ravel(), minlength=1)
+            busy = (carried[at] * apart).max(1, initial=0.0)
+            np.maximum.at(found, number * groups + end, busy / self.machine.node_bandwidth)
+        return found
 
 
 def swaps(
@@ -327,16 +331,22 @@ def swaps(
     q_out = own * shape.q_bytes(all_q) * (group_size - 1) // group_size
     kv_back = own * shape.kv_bytes(all_kv) * (group_size - 1) // group_size
 
-    def seconds(received: int, sent: int) -> float:
+    busy = sum(len(s.q) > 0 for s in slices)
+
+    def seconds(of_heads: int, of_rows: int) -> float:
+        """For what ranks with heads have of all rows, and what all ranks have of all heads."""
         near = min(group_size, machine.ranks_per_node)
         far = (group_size - near) / (group_size - 1)
-        size = max(received, sent)
-        wire = max(size * (1 - far) / machine.intra_bandwidth, size * far / machine.share_of_link)
+        size = max(of_heads, of_rows)
+        wire = max(size * (1 - far) / machine.intra_bandwidth, size * far / machine.inter_bandwidth)
+        if machine.node_bandwidth:
+            of_node = max(of_heads * min(near, busy), of_rows * near)
+            wire = max(wire, of_node * far / machine.node_bandwidth)
         return wire + machine.latency + (group_size - 1) * machine.message
 
     before = (seconds(gather, scatter), seconds(q_in, q_out))
     after = (
-        seconds(out_back, others * shape.out_bytes(len(mine.q))),
-        seconds(q_out + kv_back, gather),
+        seconds(others * shape.out_bytes(len(mine.q)), out_back),
+        seconds(gather, q_out + kv_back),
     )
     return before, after

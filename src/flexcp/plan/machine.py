@@ -62,15 +62,17 @@ class Machine:
         whole_number("ranks_per_node", self.ranks_per_node, at_least=1, fix=fix)
         for name, (least, most) in _BOUNDS.items():
             finite_number(name, getattr(self, name), fix=fix, least=least, most=most)
+        if self.node_bandwidth:
+            finite_number("node_bandwidth", self.node_bandwidth, fix=fix, least=1.0, most=1e300)
 
-    @property
-    def share_of_link(self) -> float:
-        """Bytes per second and rank between nodes, if all ranks of a node send as much at a time.
+    def share_of_link(self, ranks: int) -> float:
+        """Bytes per second and rank between nodes, if of all ranks each sends as much at a time.
 
-        >>> Machine("x", 1e12, 4, 1e10, 2e9, 0.0, 0.0, 0.0, node_bandwidth=4e9).share_of_link
-        1000000000.0
+        >>> machine = Machine("x", 1e12, 4, 1e10, 2e9, 0.0, 0.0, 0.0, node_bandwidth=4e9)
+        >>> machine.share_of_link(8), machine.share_of_link(4)
+        (1000000000.0, 2000000000.0)
         """
-        if not self.node_bandwidth:
+        if not self.node_bandwidth or ranks <= self.ranks_per_node:  # nothing leaves a node
             return self.inter_bandwidth
         return min(self.inter_bandwidth, self.node_bandwidth / self.ranks_per_node)
 
@@ -138,7 +140,8 @@ _BOUNDS = {
     "hidden": (0.0, 1.0), "backward": (0.0, 1e300), "memory": (0.0, 1e300),
     "node_bandwidth": (0.0, 1e300),
 }  # fmt: skip
-"""What the figures of a machine may be: a price divides by the first three."""
+"""What the figures of a machine may be: a price divides by the first three, and by `node_bandwidth`
+if it is not 0."""
 
 
 def _gpu(

@@ -67,7 +67,8 @@ class Problem:
         """
         heads = -(-self.shape.num_kv_heads // group_size) * group_size
         row = self.shape.kv_bytes(heads) * self.shape.batch
-        return row / self.machine.share_of_link * self.machine.flops / self.shape.flops_per_pair
+        seconds = row / self.machine.share_of_link(self.ranks.size)
+        return seconds * self.machine.flops / self.shape.flops_per_pair
 
     @property
     def pairs_per_round(self) -> float:
@@ -89,7 +90,7 @@ class Problem:
         """
         near = min(self.machine.ranks_per_node, self.ranks.size) / self.ranks.size * self.seq_len
         row = self.shape.kv_bytes(-(-self.shape.num_kv_heads // group_size)) * self.shape.batch
-        return max(0.0, rows - near) * row / self.machine.share_of_link
+        return max(0.0, rows - near) * row / self.machine.share_of_link(self.ranks.size)
 
 
 def named_layout(name: str, problem: Problem, ranks: int, group_size: int = 1) -> Layout:

@@ -381,5 +381,6 @@ def _swaps(problem: Problem, group_size: int) -> float:
     moved = share * (group_size - 1) / group_size * row
     near = min(group_size, machine.ranks_per_node)
     far = (group_size - near) / (group_size - 1)
-    swaps = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / machine.share_of_link)
+    link = machine.share_of_link(group_size)
+    swaps = max(moved * (1 - far) / machine.intra_bandwidth, moved * far / link)
     return swaps * len(problem.grids)
