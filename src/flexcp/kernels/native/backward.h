@@ -1,6 +1,6 @@
-// The backward pass: one task per key head, or share of one, which goes through its query tiles in
-// order and adds to the gradients of keys and values in memory of its own; five products for each
-// tile.
+// The backward pass: one task per key head, or share of one, whose query tiles sweep through its key
+// tiles in order, some together, and add to gradients of keys and values in memory of its own; five
+// products for each tile.
 #pragma once
 
 #include "scored.h"
@@ -72,153 +72,176 @@ inline int find_deltas(const Call& c) {
 }
 
 // A query tile: q and the result's gradient, and what has come together for its own.
-struct QueryTile {
-    Buffer q_copy, g_copy, scaled, dq, s, dp;
-    Buffer given;  // scores before the score function
-    TileRows q, g;
-    double* lookup_sums = nullptr;
+struct BackwardTile {
+    QueryTile tile;
+    Buffer scaled, g_copy, dq;
+    TileRows g;
     bool q_finite = true, g_finite = true;
     float lse[TILE], delta[TILE];
 
-    explicit QueryTile(const Call& c)
-        : q_copy(buffer(TILE * padded(c.head_dim))), g_copy(buffer(TILE * padded(c.value_dim))),
-          scaled(buffer(TILE * c.head_dim)), dq(buffer(TILE * padded(c.head_dim))),
-          s(buffer(TILE * TILE)), dp(buffer(TILE * TILE)),
-          given(buffer(c.score ? TILE * TILE : 0)) {}
+    explicit BackwardTile(const Call& c)
+        : scaled(buffer(TILE * padded(c.head_dim))),
+          g_copy(buffer(TILE * padded(c.value_dim))), dq(buffer(TILE * padded(c.head_dim))) {}
 
-    bool complete() const { return q_copy && g_copy && scaled && dq && s && dp && given; }
+    bool complete() const { return scaled && g_copy && dq; }
 
-    void begin(const Call& c, int64_t b, int64_t h, int64_t i0, int count) {
-        q = tile_rows(c.q, b, h, i0, c.q_len, c.head_dim, q_copy.get());
-        scale_rows(q, c.head_dim, static_cast<float>(c.scale), scaled.get());
-        q_finite = are_finite(q, c.head_dim);
+    static int64_t bytes(const Call& c) {
+        return TILE * (2 * padded(c.head_dim) + padded(c.value_dim)) * int64_t{sizeof(float)};
+    }
+
+    TileRows q(const Call& c) const { return {scaled.get(), padded(c.head_dim)}; }
+
+    void begin(const Call& c, int64_t b, float* copy) {
+        const int64_t h = tile.h, i0 = tile.i0;
+        const TileRows given = tile_rows(c.q, b, h, i0, c.q_len, c.head_dim, copy, true);
+        scale_rows(given, c.head_dim, static_cast<float>(c.scale), scaled.get());
+        q_finite = are_finite(q(c), c.head_dim);
         g = tile_rows(c.grad_out, b, h, i0, c.q_len, c.value_dim, g_copy.get());
         g_finite = are_finite(g, c.value_dim);
         std::memset(dq.get(), 0, TILE * padded(c.head_dim) * sizeof(float));
-        for (int r = 0; r < count; r++) {
+        for (int r = 0; r < tile.count; r++) {
             const float x = number(c.lse, b, h, i0 + r);
             lse[r] = x == -INFINITY ? INFINITY : x;  // a row without scores has weights of 0
             delta[r] = number(c.delta, b, h, i0 + r);
         }
     }
 
-    void end(const Call& c, int64_t b, int64_t h, int64_t i0, int count) const {
-        for (int r = 0; r < count; r++)
-            write_row(c.grad_q, b, h, i0 + r, dq.get() + r * padded(c.head_dim), c.head_dim,
-                      static_cast<float>(c.scale), c.has_former);
+    void end(const Call& c, int64_t b) const {
+        for (int r = 0; r < tile.count; r++)
+            write_row(c.grad_q, b, tile.h, tile.i0 + r, dq.get() + r * padded(c.head_dim),
+                      c.head_dim, static_cast<float>(c.scale), c.has_former);
     }
 };
 
-// Adds a product of weights: over all of a tile, or over its pairs where the rest may not be finite.
-inline void add(bool transposed, bool finite, const Tile& tile, const Outline& outline, int count,
-                int groups, const float* weights, const TileRows& values, int64_t width,
-                float* to, Errands& errands) {
-    if (tile.bits && !finite)
-        add_pairs(tile, weights, values, count, transposed, width, to);
-    else if (transposed)
-        add_transposed(weights, values, outline, groups, width, to, errands);
-    else
-        add_products(weights, values, outline, groups, width, to, Added{}, errands);
-}
-
-// One tile's part of the gradients of a key head, whose sums for this tile are `dk` and `dv`.
-template <bool DROPS>
-void add_tile(const Call& c, QueryTile& own, const Tile& tile, int64_t b, int64_t h, int64_t i0,
-              int count, const KeyTile& key, float* dk, float* dv, Errands& errands) {
-    const int groups = static_cast<int>(ceil_div(count, MR));
-    const int64_t D = padded(c.head_dim), V = padded(c.value_dim);
-    const Outline outline(tile, groups);
-    float *s = own.s.get(), *dp = own.dp.get();
-    products({own.scaled.get(), c.head_dim}, key.keys, outline, groups, c.head_dim, key.next_keys,
-             s, errands);
-    products(own.g, key.values, outline, groups, c.value_dim, key.next_values, dp, errands);
-    const Scored scored(c, b, h, i0 / TILE, tile.j, outline, count);
-    scored.change(s, own.given.get());
-    const Kept kept(c, b, h, i0, tile.j * TILE);
-    const auto weighed = tile.bits ? weigh_back<true, DROPS> : weigh_back<false, DROPS>;
-    weighed(s, dp, tile, outline, count, groups, own.lse, own.delta, &kept,
-            static_cast<float>(c.factor));
-    scored.add_lookups(own.given.get(), dp, own.lookup_sums);
-    scored.pull_back(own.given.get(), dp, tile);
-    const auto sum = [&](bool transposed, bool finite, const float* weights,
-                         const TileRows& values, int64_t width, float* to) {
-        add(transposed, finite, tile, outline, count, groups, weights, values, width, to, errands);
-    };
-    sum(true, own.g_finite, s, own.g, V, dv);
-    sum(true, own.q_finite, dp, own.q, D, dk);
-    sum(false, key.finite, dp, key.rows, D, own.dq.get());
-}
-
 // What one thread computes the gradients of key heads with.
 template <bool DROPS>
-struct BackwardLines {
+struct BackwardSweeps {
     const Call& c;
     FoundTiles found;
-    QueryTile own;
+    std::vector<BackwardTile> places;  // for the query tiles of a sweep
+    const Buffer copy, s, dp;
+    const Buffer given;  // scores before the score function
+    double* lookup_sums = nullptr;
 
-    BackwardLines(const Call& call, KeyTiles* shared, int64_t own_tiles)
-        : c(call), found(call, true, shared, own_tiles), own(call) {}
+    BackwardSweeps(const Call& call, KeyTiles* shared, int64_t own, int64_t most)
+        : c(call), found(call, true, shared, own), copy(buffer(TILE * padded(call.head_dim))),
+          s(buffer(TILE * TILE)), dp(buffer(TILE * TILE)),
+          given(buffer(call.score ? TILE * TILE : 0)) {
+        for (int64_t i = 0; i < most; i++) places.emplace_back(call);
+    }
 
-    bool complete() const { return found.complete() && own.complete(); }
+    bool complete() const {
+        bool all = found.complete() && copy && s && dp && given;
+        for (const BackwardTile& x : places) all &= x.complete();
+        return all;
+    }
 
-    // All lines of key head (b, g), the `head`-th of those that are packed. A tile is written as soon
-    // as it is complete.
-    void compute(int64_t head, int64_t b, int64_t g, const Life& life, Sums& sums) {
+    // All lines of key head (b, g), the `head`-th of those that are packed, in blocks of `lines`. A
+    // key tile is written as soon as it is complete.
+    void compute(int64_t head, int64_t b, int64_t g, const Life& life, int64_t lines, Sums& sums) {
+        const QueryTiles queries{c, b, g};
         size_t ended = 0;
-        const auto write_until = [&](int64_t line) {
-            for (; ended < life.ends.size() && life.ends[ended].line <= line; ended++) {
+        const auto write_until = [&](int64_t block) {
+            for (; ended < life.ends.size() && life.ends[ended].block <= block; ended++) {
                 Sums::write(c, b, g, life.ends[ended].tile, &sums, &sums + 1);
                 sums.give_back(life.ends[ended].tile);
             }
         };
         write_until(-1);
-        for (int64_t line = 0; line < c.lines; line++) {
+        for (int64_t block = 0; block * lines < c.lines; block++) {
             Errands errands;
-            for (size_t i = ended; i < life.ends.size() && life.ends[i].line == line; i++) {
+            for (size_t i = ended; i < life.ends.size() && life.ends[i].block == block; i++) {
                 const int64_t j0 = int64_t{life.ends[i].tile} * TILE;
-                if (errands.left() < 2 + 3) break;  // three are every line's own
+                if (errands.left() < 2 + 3 * MOST_SWEPT) break;  // three are each query tile's own
                 errands.add(c.grad_k, b, g, j0, c.kv_len, c.head_dim, true);
                 errands.add(c.grad_v, b, g, j0, c.kv_len, c.value_dim, true);
             }
-            compute_line(head, b, g, line, 1, sums, errands);
-            write_until(line);
+            const int64_t end = std::min((block + 1) * lines, c.lines) * queries.group();
+            compute_block(head, queries, block * lines * queries.group(), end, sums, errands);
+            write_until(block);
         }
     }
 
-    // Every `shares`-th line, from `share` on: its sums are a part of the gradients.
-    void compute_share(int64_t head, int64_t b, int64_t g, int64_t share, int64_t shares,
-                       Sums& sums) {
-        for (int64_t line = share; line < c.lines; line += shares)
-            compute_line(head, b, g, line, shares, sums, Errands());
+    // Some lines of a key head: the sums are a part of its gradients.
+    void compute_share(int64_t head, const QueryTiles& queries, Sums& sums) {
+        const int64_t lines = ceil_div(c.lines - queries.line, queries.step);
+        compute_block(head, queries, 0, lines * queries.group(), sums, Errands());
     }
 
    private:
-    // A line of all query heads of a key head. Line after line: its tiles are mostly those of the
-    // line before. `last` is what to ask for in the last one.
-    void compute_line(int64_t head, int64_t b, int64_t g, int64_t line, int64_t step, Sums& sums,
-                      const Errands& last) {
-        const int64_t group = c.heads / c.kv_heads, h0 = g * group, h1 = h0 + group;
-        for (int64_t h = h0; h < h1; h++) {
-            const bool is_last = h + 1 == h1;
-            const int64_t next_h = is_last ? h0 : h + 1;
-            const int64_t i0 = line * TILE, next = (is_last ? line + step : line) * TILE;
-            const int64_t place = plane_of(c, b, h) * c.lines + line, tiles = tiles_of(c, place);
-            if (c.has_former && tiles == 0) continue;
-            Errands errands = is_last ? last : Errands();
-            errands.add(c.q, b, next_h, next, c.q_len, c.head_dim, false);
-            errands.add(c.grad_out, b, next_h, next, c.q_len, c.value_dim, false);
-            errands.add(c.grad_q, b, h, i0, c.q_len, c.head_dim, true);
-            errands.spread(tiles * (2 * TURNS_OF_PRODUCTS + 2 * turns_of_rows(c.head_dim) +
-                                    turns_of_rows(c.value_dim)));
-            const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
-            own.begin(c, b, h, i0, count);
-            for_tiles(c, place, [&](const Tile& tile) {
-                sums.begin(tile.j);
-                add_tile<DROPS>(c, own, tile, b, h, i0, count, found.at(head, b, g, tile.j),
-                                sums.keys(tile.j), sums.values(tile.j), errands);
-            });
-            own.end(c, b, h, i0, count);
+    // Query tiles [begin, end), as many at once as there are places. `last` is what to ask for in the
+    // last sweep.
+    void compute_block(int64_t head, const QueryTiles& queries, int64_t begin, int64_t end,
+                       Sums& sums, const Errands& last) {
+        const int64_t most = static_cast<int64_t>(places.size());
+        for (; begin < end; begin += most) {
+            const bool is_last = begin + most >= end;
+            compute_sweep(head, queries, begin, std::min(begin + most, end), sums,
+                          is_last ? last : Errands());
         }
+    }
+
+    void compute_sweep(int64_t head, const QueryTiles& queries, int64_t begin, int64_t end,
+                       Sums& sums, Errands errands) {
+        const int64_t b = queries.b, g = queries.g;
+        BackwardTile* last = places.data();
+        int64_t visits = 0;
+        for (int64_t n = begin; n < end; n++) {
+            last->tile = queries.at(n);
+            const int64_t h = last->tile.h, i0 = last->tile.i0;
+            const int64_t tiles = tiles_of(c, last->tile.place);
+            if (c.has_former && tiles == 0) continue;
+            last->begin(c, b, copy.get());
+            errands.add(c.grad_q, b, h, i0, c.q_len, c.head_dim, true);
+            visits += tiles, last++;
+        }
+        for (int64_t n = end; n < 2 * end - begin && queries.has(n); n++) {
+            const int64_t h = queries.head(n), i0 = queries.line_of(n) * TILE;
+            errands.add(c.q, b, h, i0, c.q_len, c.head_dim, false);
+            errands.add(c.grad_out, b, h, i0, c.q_len, c.value_dim, false);
+        }
+        errands.spread(visits * (2 * TURNS_OF_PRODUCTS + 2 * turns_of_rows(c.head_dim) +
+                                 turns_of_rows(c.value_dim)));
+        sweep(places.data(), last, [&](BackwardTile& x, const Tile& tile, bool is_first) {
+            sums.begin(tile.j);
+            add_tile(x, b, tile, found.at(head, b, g, tile.j), sums.keys(tile.j),
+                     sums.values(tile.j), is_first, errands);
+        });
+        for (BackwardTile* x = places.data(); x != last; x++) x->end(c, b);
+    }
+
+    // One tile's part of the gradients of a key head, whose sums for this tile are `dk` and `dv`.
+    void add_tile(BackwardTile& x, int64_t b, const Tile& tile, const KeyTile& key, float* dk,
+                  float* dv, bool is_first, Errands& errands) {
+        const QueryTile& at = x.tile;
+        const int64_t D = padded(c.head_dim), V = padded(c.value_dim);
+        const Outline outline(tile, at.groups);
+        float *weights = s.get(), *slopes = dp.get();
+        products(x.q(c), key.keys, outline, at.groups, c.head_dim,
+                 is_first ? &key.next_keys : nullptr, weights, errands);
+        products(x.g, key.values, outline, at.groups, c.value_dim,
+                 is_first ? &key.next_values : nullptr, slopes, errands);
+        const Scored scored(c, b, at.h, at.line, tile.j, outline, at.count);
+        scored.change(weights, given.get());
+        const Kept kept(c, b, at.h, at.i0, tile.j * TILE);
+        const auto weighed = tile.bits ? weigh_back<true, DROPS> : weigh_back<false, DROPS>;
+        weighed(weights, slopes, tile, outline, at.count, at.groups, x.lse, x.delta, &kept,
+                static_cast<float>(c.factor));
+        scored.add_lookups(given.get(), slopes, lookup_sums);
+        scored.pull_back(given.get(), slopes, tile);
+        // Over all of the tile, or over its pairs where the rest may not be finite.
+        const auto add = [&](bool transposed, bool finite, const float* of, const TileRows& values,
+                             int64_t width, float* to) {
+            if (tile.bits && !finite)
+                add_pairs(tile, of, values, at.count, transposed, width, to);
+            else if (transposed)
+                add_transposed(of, values, outline, at.groups, width, to, is_first, errands);
+            else
+                add_products(of, values, outline, at.groups, width, to, Added{}, is_first, errands);
+        };
+        add(true, x.g_finite, weights, x.g, V, dv);
+        add(true, x.q_finite, slopes, x.q(c), D, dk);
+        add(false, key.finite, slopes, key.rows, D, x.dq.get());
     }
 };
 
@@ -238,18 +261,18 @@ int backward_heads(const Call& c, int64_t first, int64_t last, KeyTiles* shared,
         int64_t thread;
 #pragma omp atomic capture
         thread = begun++;
-        BackwardLines<DROPS> lines(c, shared, own_tiles);
-        failed |= !lines.complete();
+        BackwardSweeps<DROPS> sweeps(c, shared, own_tiles, swept_at_once(BackwardTile::bytes(c)));
+        failed |= !sweeps.complete();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t n = 0; n < tasks; n++) {
             if (failed) continue;
             const int64_t head = n / shares, b = (first + head) / c.kv_heads;
             const int64_t g = (first + head) % c.kv_heads;
-            lines.own.lookup_sums = lookup_sums.data() + n * size;
+            sweeps.lookup_sums = lookup_sums.data() + n * size;
             if (shares == 1)
-                lines.compute(head, b, g, cut.life(first + head), sums[thread]);
+                sweeps.compute(head, b, g, cut.life(first + head), cut.lines, sums[thread]);
             else
-                lines.compute_share(head, b, g, n % shares, shares, sums[n]);
+                sweeps.compute_share(head, {c, b, g, n % shares, shares}, sums[n]);
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < size; i++)
@@ -274,7 +297,8 @@ int backward(const Call& c) {
     if (heads == 0) return 0;
     const TilesOfLine line(c);
     const bool for_all = line.are_many();
-    const Tasks cut(c, for_all ? tiles * KeyTiles::floats(c, true) * int64_t{sizeof(float)} : 0);
+    const Tasks cut(c, for_all ? tiles * KeyTiles::floats(c, true) * int64_t{sizeof(float)} : 0,
+                    swept_at_once(BackwardTile::bytes(c)));
     KeyTiles shared(c, true, true, for_all ? cut.heads * tiles : 0);
     const int64_t size = Sums::floats(c, cut.places);
     const Buffer memory = buffer(cut.sums() * size);

@@ -18,8 +18,8 @@ from flexcp.kernels.preferences import cache_folder, replace_file
 
 _FOLDER = Path(__file__).parent
 _ATTENTION = (
-    "attention.cpp", "forward.h", "backward.h", "sums.h", "scored.h", "operands.h", "tiles.h",
-    "score_tile.h", "vectors.h",
+    "attention.cpp", "forward.h", "backward.h", "sums.h", "scored.h", "operands.h", "sweep.h",
+    "tiles.h", "score_tile.h", "vectors.h",
 )  # fmt: skip
 _SCORES = ("score_math.h", "score_steps.h", "score_tile.h", "vectors.h")
 _COMPILERS = ("g++", "c++")

@@ -1,4 +1,4 @@
-// The forward pass: one task per query tile and head, which goes through its tiles in order.
+// The forward pass: a task has some query tiles, which sweep through their key tiles together.
 #pragma once
 
 #include "scored.h"
@@ -129,128 +129,174 @@ void weigh(float* s, Softmax& rows, const Tile& tile, const Outline& outline, in
     }
 }
 
-// What one thread computes lines with.
-template <bool DROPS>
-struct ForwardLines {
-    const Call& c;
-    FoundTiles found;
+// A query tile and what has come together for it.
+struct ForwardTile {
+    QueryTile tile;
     Softmax rows;
-    const Buffer copy, queries, s;
+    Buffer queries;  // scaled
 
-    ForwardLines(const Call& call, KeyTiles* shared, int64_t own)
-        : c(call), found(call, false, shared, own), rows(call.value_dim),
-          copy(buffer(TILE * padded(call.head_dim))), queries(buffer(TILE * call.head_dim)),
-          s(buffer(TILE * TILE)) {}
+    explicit ForwardTile(const Call& c)
+        : rows(c.value_dim), queries(buffer(TILE * padded(c.head_dim))) {}
 
-    bool complete() const { return found.complete() && rows.out && copy && queries && s; }
+    static int64_t bytes(const Call& c) {
+        return TILE * (padded(c.head_dim) + padded(c.value_dim)) * int64_t{sizeof(float)};
+    }
 
-    // A line of query head (b, h), whose key head is the `head`-th of those that are packed; after it
-    // comes a line of another head or the same one, or none if it is past the last.
-    void compute(int64_t head, int64_t b, int64_t h, int64_t line, int64_t next_h,
-                 int64_t next_line) {
-        const int64_t g = h / (c.heads / c.kv_heads), i0 = line * TILE;
-        const int count = static_cast<int>(std::min<int64_t>(TILE, c.q_len - i0));
-        const int groups = static_cast<int>(ceil_div(count, MR));
-        const int64_t place = plane_of(c, b, h) * c.lines + line, tiles = tiles_of(c, place);
-        if (c.has_former && tiles == 0) return;
-        const TileRows given = tile_rows(c.q, b, h, i0, c.q_len, c.head_dim, copy.get(), true);
+    void begin(const Call& c, int64_t b, float* copy) {
+        const TileRows given = tile_rows(c.q, b, tile.h, tile.i0, c.q_len, c.head_dim, copy, true);
         scale_rows(given, c.head_dim, static_cast<float>(c.scale), queries.get());
-        rows.begin(c, b, h, i0, count);
-        Errands errands;
-        errands.add(c.out, b, h, i0, c.q_len, c.value_dim, true);
-        errands.add(c.q, b, next_h, next_line * TILE, c.q_len, c.head_dim, false);
-        errands.spread(tiles * (TURNS_OF_PRODUCTS + turns_of_rows(rows.width)));
-        for_tiles(c, place, [&](const Tile& tile) {
-            const KeyTile& key = found.at(head, b, g, tile.j);
-            const Outline outline(tile, groups);
-            products({queries.get(), c.head_dim}, key.keys, outline, groups, c.head_dim,
-                     key.next_keys, s.get(), errands);
-            Scored(c, b, h, line, tile.j, outline, count).change(s.get());
-            const Kept kept(c, b, h, i0, tile.j * TILE);
-            const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
-            weighed(s.get(), rows, tile, outline, count, &kept, static_cast<float>(c.factor));
-            if (tile.bits && !key.finite) {
-                rows.shrink_out(outline, count);
-                add_pairs(tile, s.get(), key.rows, count, false, rows.width, rows.out.get());
-            } else {
-                add_products(s.get(), key.rows, outline, groups, rows.width, rows.out.get(),
-                             AddedToPart{rows.shrink}, errands);
-            }
-        });
-        rows.end(c, b, h, i0, count);
+        rows.begin(c, b, tile.h, tile.i0, tile.count);
     }
 };
 
+// What one thread computes query tiles with.
+template <bool DROPS>
+struct ForwardSweeps {
+    const Call& c;
+    FoundTiles found;
+    std::vector<ForwardTile> places;  // for the query tiles of a sweep
+    const Buffer copy, s;
+
+    ForwardSweeps(const Call& call, KeyTiles* shared, int64_t own, int64_t most)
+        : c(call), found(call, false, shared, own),
+          copy(buffer(TILE * padded(call.head_dim))), s(buffer(TILE * TILE)) {
+        for (int64_t i = 0; i < most; i++) places.emplace_back(call);
+    }
+
+    bool complete() const {
+        bool all = found.complete() && copy && s;
+        for (const ForwardTile& x : places) all &= x.rows.out && x.queries;
+        return all;
+    }
+
+    // Query tiles [begin, end) of a key head, the `head`-th of those that are packed.
+    void compute(int64_t head, const QueryTiles& queries, int64_t begin, int64_t end) {
+        const int64_t most = static_cast<int64_t>(places.size());
+        for (; begin < end; begin += most)
+            compute_sweep(head, queries, begin, std::min(begin + most, end),
+                          std::min(begin + 2 * most, end));
+    }
+
+   private:
+    // Query tiles [begin, end); those up to `next` come after them.
+    void compute_sweep(int64_t head, const QueryTiles& queries, int64_t begin, int64_t end,
+                       int64_t next) {
+        const int64_t b = queries.b, g = queries.g;
+        Errands errands;
+        ForwardTile* last = places.data();
+        int64_t visits = 0;
+        for (int64_t n = begin; n < end; n++) {
+            last->tile = queries.at(n);
+            const int64_t tiles = tiles_of(c, last->tile.place);
+            if (c.has_former && tiles == 0) continue;
+            last->begin(c, b, copy.get());
+            errands.add(c.out, b, last->tile.h, last->tile.i0, c.q_len, c.value_dim, true);
+            visits += tiles, last++;
+        }
+        for (int64_t n = end; n < next; n++)
+            errands.add(c.q, b, queries.head(n), queries.line_of(n) * TILE, c.q_len, c.head_dim,
+                        false);
+        errands.spread(visits * (TURNS_OF_PRODUCTS + turns_of_rows(padded(c.value_dim))));
+        sweep(places.data(), last, [&](ForwardTile& x, const Tile& tile, bool is_first) {
+            add_tile(x, b, tile, found.at(head, b, g, tile.j), is_first, errands);
+        });
+        for (ForwardTile* x = places.data(); x != last; x++)
+            x->rows.end(c, b, x->tile.h, x->tile.i0, x->tile.count);
+    }
+
+    void add_tile(ForwardTile& x, int64_t b, const Tile& tile, const KeyTile& key, bool is_first,
+                  Errands& errands) {
+        const QueryTile& at = x.tile;
+        Softmax& rows = x.rows;
+        const Outline outline(tile, at.groups);
+        products({x.queries.get(), padded(c.head_dim)}, key.keys, outline, at.groups, c.head_dim,
+                 is_first ? &key.next_keys : nullptr, s.get(), errands);
+        Scored(c, b, at.h, at.line, tile.j, outline, at.count).change(s.get());
+        const Kept kept(c, b, at.h, at.i0, tile.j * TILE);
+        const auto weighed = tile.bits ? weigh<true, DROPS> : weigh<false, DROPS>;
+        weighed(s.get(), rows, tile, outline, at.count, &kept, static_cast<float>(c.factor));
+        if (tile.bits && !key.finite) {
+            rows.shrink_out(outline, at.count);
+            add_pairs(tile, s.get(), key.rows, at.count, false, rows.width, rows.out.get());
+        } else {
+            add_products(s.get(), key.rows, outline, at.groups, rows.width, rows.out.get(),
+                         AddedToPart{rows.shrink}, is_first, errands);
+        }
+    }
+};
+
+// The query tiles of a key head in stretches, those with the most key tiles first.
+inline std::vector<int64_t> longest_first(const QueryTiles& queries, int64_t size) {
+    const int64_t count = queries.group() * queries.c.lines;
+    std::vector<std::pair<int64_t, int64_t>> stretches;
+    for (int64_t begin = 0; begin < count; begin += size) {
+        int64_t tiles = 0;
+        for (int64_t n = begin; n < std::min(begin + size, count); n++)
+            tiles += tiles_of(queries.c, queries.at(n).place);
+        stretches.emplace_back(-tiles, begin);
+    }
+    std::sort(stretches.begin(), stretches.end());
+    std::vector<int64_t> found;
+    for (const auto& stretch : stretches) found.push_back(stretch.second);
+    return found;
+}
+
+// Key heads [first, last), in tasks of `size` query tiles. `shared` has their key tiles; without it
+// threads have `own` places each.
+template <bool DROPS>
+int forward_heads(const Call& c, int64_t first, int64_t last, KeyTiles* shared, int64_t own,
+                  int64_t size) {
+    const int64_t most = std::min(size, swept_at_once(ForwardTile::bytes(c)));
+    const bool alike = planes_of(c) == 1;
+    std::vector<std::vector<int64_t>> begins;  // of the tasks of every head, or one for all
+    for (int64_t head = first; head < (alike ? first + 1 : last); head++)
+        begins.push_back(longest_first({c, head / c.kv_heads, head % c.kv_heads}, size));
+    const int64_t tasks = static_cast<int64_t>(begins[0].size());
+    const int64_t end = c.heads / c.kv_heads * c.lines;
+    int failed = 0;
+#pragma omp parallel num_threads(c.threads) reduction(| : failed)
+    {
+        ForwardSweeps<DROPS> sweeps(c, shared, own, most);
+        failed |= !sweeps.complete();
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t n = 0; n < (last - first) * tasks; n++) {
+            if (failed) continue;
+            const int64_t head = n / tasks, begin = begins[alike ? 0 : head][n % tasks];
+            const QueryTiles queries{c, (first + head) / c.kv_heads, (first + head) % c.kv_heads};
+            sweeps.compute(head, queries, begin, std::min(begin + size, end));
+        }
+    }
+    return failed;
+}
+
 constexpr int64_t LINES_OF_THREAD = 16;  // so many are even enough, the longest first
-
-// The query heads of key heads [first, last), of which `shared` has the key tiles: line by line, the
-// longest first.
-template <bool DROPS>
-int forward_heads(const Call& c, int64_t first, int64_t last, KeyTiles& shared) {
-    const int64_t group = c.heads / c.kv_heads;
-    int failed = 0;
-#pragma omp parallel num_threads(c.threads) reduction(| : failed)
-    {
-        ForwardLines<DROPS> lines(c, &shared, 0);
-        failed |= !lines.complete();
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < (last - first) * group * c.lines; n++) {
-            if (failed) continue;
-            const int64_t head = n / c.lines / group, b = (first + head) / c.kv_heads;
-            const int64_t h = (first + head) % c.kv_heads * group + n / c.lines % group;
-            const int64_t line = c.order[plane_of(c, b, h) * c.lines + n % c.lines];
-            lines.compute(head, b, h, line, h, c.lines);
-        }
-    }
-    return failed;
-}
-
 constexpr int64_t STRETCHES_OF_THREAD = 8, LINES_OF_STRETCH = 16;
-
-// All heads, each thread with key tiles of its own: stretches of lines, whose tiles are mostly those
-// of the line before.
-template <bool DROPS>
-int forward_stretches(const Call& c, int64_t own) {
-    const int64_t group = c.heads / c.kv_heads, heads = c.batch * c.kv_heads;
-    const int64_t size = std::clamp<int64_t>(heads * c.lines / (c.threads * STRETCHES_OF_THREAD), 1,
-                                             LINES_OF_STRETCH);
-    const int64_t stretches = ceil_div(c.lines, size);
-    int failed = 0;
-#pragma omp parallel num_threads(c.threads) reduction(| : failed)
-    {
-        ForwardLines<DROPS> lines(c, nullptr, own);
-        failed |= !lines.complete();
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < heads * stretches; n++) {
-            if (failed) continue;
-            const int64_t b = n / stretches / c.kv_heads, g = n / stretches % c.kv_heads;
-            const int64_t begin = n % stretches * size, end = std::min(begin + size, c.lines);
-            for (int64_t line = begin; line < end; line++)
-                for (int64_t h = g * group; h < (g + 1) * group; h++) {
-                    const bool is_last = h + 1 == (g + 1) * group;
-                    lines.compute(0, b, h, line, is_last ? g * group : h + 1, line + is_last);
-                }
-        }
-    }
-    return failed;
-}
 
 template <bool DROPS>
 int forward(const Call& c) {
     const int64_t heads = c.batch * c.kv_heads, tiles = ceil_div(c.kv_len, TILE);
-    if (heads == 0) return 0;
+    const int64_t of_head = c.heads / std::max<int64_t>(c.kv_heads, 1) * c.lines;
+    if (heads == 0 || of_head == 0) return 0;
     const TilesOfLine line(c);
-    if (!line.are_many()) return forward_stretches<DROPS>(c, line.own());
+    if (!line.are_many()) {
+        // Stretches of lines, whose key tiles are mostly those of the line before.
+        const int64_t lines = std::clamp<int64_t>(
+            heads * c.lines / (c.threads * STRETCHES_OF_THREAD), 1, LINES_OF_STRETCH);
+        return forward_heads<DROPS>(c, 0, heads, nullptr, line.own(), lines * of_head / c.lines);
+    }
     const int64_t head_bytes = tiles * KeyTiles::floats(c, false) * 4;
-    const int64_t step = heads_at_once(c, head_bytes, c.heads / c.kv_heads * c.lines,
-                                       LINES_OF_THREAD);
+    const int64_t step = heads_at_once(c, head_bytes, of_head, LINES_OF_THREAD);
+    const int64_t most = swept_at_once(ForwardTile::bytes(c));
+    const int64_t size =
+        c.threads == 1 ? most
+                       : std::clamp<int64_t>(step * of_head / (c.threads * LINES_OF_THREAD), 1, most);
     KeyTiles shared(c, false, true, step * tiles);
     if (!shared.memory) return 1;
     const std::vector<char> seen = seen_tiles(c);
     for (int64_t first = 0; first < heads; first += step) {
         const int64_t last = std::min(first + step, heads);
         if (!pack_all(c, seen, first, last, shared)) return 1;
-        if (forward_heads<DROPS>(c, first, last, shared)) return 1;
+        if (forward_heads<DROPS>(c, first, last, &shared, 0, size)) return 1;
     }
     return 0;
 }

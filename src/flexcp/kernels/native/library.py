@@ -29,7 +29,7 @@ _SCORE = (
 )  # fmt: skip
 _LISTS = (
     "full_start", "full_tile", "full_stop", "partial_start", "partial_tile", "partial_pattern",
-    "patterns", "order", "plane_of",
+    "patterns", "plane_of",
 )  # fmt: skip
 
 

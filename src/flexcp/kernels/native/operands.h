@@ -1,7 +1,7 @@
 // Operands: rows of tensors in float32 as products take them, and key tiles that are packed.
 #pragma once
 
-#include "tiles.h"
+#include "sweep.h"
 
 namespace {
 
@@ -58,10 +58,13 @@ inline TileRows tile_rows(const Rows& x, int64_t b, int64_t h, int64_t first, in
     return {copy, padded(columns)};
 }
 
-// `factor` times each row: [TILE][columns].
+// `factor` times each row, in whole vectors: [TILE][padded(columns)].
 inline void scale_rows(const TileRows& from, int64_t columns, float factor, float* __restrict to) {
-    for (int64_t r = 0; r < TILE; r++, to += columns)
+    const int64_t width = padded(columns);
+    for (int64_t r = 0; r < TILE; r++, to += width) {
         for (int64_t d = 0; d < columns; d++) to[d] = factor * from.data[r * from.step + d];
+        for (int64_t d = columns; d < width; d++) to[d] = 0;
+    }
 }
 
 // As panels of NR rows: [TILE / NR][columns][NR].

@@ -5,37 +5,45 @@
 
 namespace {
 
-// From which line to which the tiles of a key head are summed up, if lines come in order.
+// From when to when the tiles of a key head are summed up: query tiles come in blocks of lines, which
+// are taken in order.
 struct Life {
     struct End {
-        int32_t line, tile;  // the last line that sees a tile, -1 for none
+        int32_t block, tile;  // the last block that sees a tile, -1 for none
 
         // Of tiles that end together the last is first: the next ones to begin are given their
         // places in order.
-        bool operator<(const End& x) const { return line != x.line ? line < x.line : tile > x.tile; }
+        bool operator<(const End& x) const {
+            return block != x.block ? block < x.block : tile > x.tile;
+        }
     };
     std::vector<End> ends;  // ascending
     int64_t most = 0;  // tiles that are summed up at the same time
 
-    // Of query heads [h0, h1), which share a key head.
-    Life(const Call& c, int64_t b, int64_t h0, int64_t h1) : ends(ceil_div(c.kv_len, TILE)) {
+    // Of query heads [h0, h1), which share a key head, in blocks of so many lines.
+    Life(const Call& c, int64_t b, int64_t h0, int64_t h1, int64_t lines)
+        : ends(ceil_div(c.kv_len, TILE)) {
         for (size_t j = 0; j < ends.size(); j++) ends[j] = {-1, static_cast<int32_t>(j)};
-        std::vector<int32_t> begun(c.lines + 1, 0);  // by line
+        const int64_t blocks = ceil_div(c.lines, lines);
+        std::vector<int32_t> begun(blocks, 0);  // by block
         for (int64_t line = 0; line < c.lines; line++)
             for (int64_t h = h0; h < h1; h++) {
                 if (h > h0 && plane_of(c, b, h) == plane_of(c, b, h - 1)) continue;
-                for_tiles(c, plane_of(c, b, h) * c.lines + line, [&](const Tile& tile) {
-                    begun[line] += ends[tile.j].line < 0;
-                    ends[tile.j].line = static_cast<int32_t>(line);
-                });
+                const int32_t block = static_cast<int32_t>(line / lines);
+                LineTiles tiles(c, plane_of(c, b, h) * c.lines + line);
+                while (tiles.next() != NO_TILE) {
+                    End& end = ends[tiles.take().j];
+                    begun[block] += end.block < 0;
+                    end.block = block;
+                }
             }
         std::sort(ends.begin(), ends.end());
         size_t ended = 0;
-        while (ended < ends.size() && ends[ended].line < 0) ended++;
+        while (ended < ends.size() && ends[ended].block < 0) ended++;
         int64_t now = 0;
-        for (int64_t line = 0; line < c.lines; line++) {
-            most = std::max(most, now += begun[line]);
-            for (; ended < ends.size() && ends[ended].line == line; ended++) now--;
+        for (int64_t block = 0; block < blocks; block++) {
+            most = std::max(most, now += begun[block]);
+            for (; ended < ends.size() && ends[ended].block == block; ended++) now--;
         }
     }
 };
@@ -83,7 +91,7 @@ class Sums {
 
     // Writes the gradients of tile j of key head (b, g): the sums of some tasks, or 0 if it has none.
     static void write(const Call& c, int64_t b, int64_t g, int64_t j, Sums* first, Sums* last) {
-        const auto write_to = [&](const Rows& x, bool of_values, int64_t columns, float factor) {
+        const auto write_to = [&](const Rows& x, bool of_values, int64_t columns) {
             float* total = nullptr;
             for (Sums* sums = first; sums != last; sums++) {
                 if (!sums->has(j)) continue;
@@ -94,15 +102,15 @@ class Sums {
             const int64_t count = std::min<int64_t>(TILE, c.kv_len - j * TILE);
             for (int64_t r = 0; r < count; r++) {
                 if (total) {
-                    write_row(x, b, g, j * TILE + r, total + r * padded(columns), columns, factor);
+                    write_row(x, b, g, j * TILE + r, total + r * padded(columns), columns, 1.0f);
                     continue;
                 }
                 float* to = row_of<float>(x, b, g, j * TILE + r);
                 for (int64_t d = 0; d < columns; d++) to[d * x.element] = 0;
             }
         };
-        write_to(c.grad_k, false, c.head_dim, static_cast<float>(c.scale));
-        write_to(c.grad_v, true, c.value_dim, 1.0f);
+        write_to(c.grad_k, false, c.head_dim);
+        write_to(c.grad_v, true, c.value_dim);
     }
 };
 
@@ -129,17 +137,19 @@ struct Tasks {
     int64_t heads;  // key heads at once
     int64_t shares, threads;
     int64_t places;  // of a task's sums
+    int64_t lines;  // of a block: those of a sweep, or one if it has no more than the heads of a line
 
-    Tasks(const Call& c, int64_t packed_bytes)
+    Tasks(const Call& c, int64_t packed_bytes, int64_t swept)
         : heads(heads_at_once(c, packed_bytes, 1, 1)), threads(c.threads),
-          places(ceil_div(c.kv_len, TILE)) {
+          places(ceil_div(c.kv_len, TILE)),
+          lines(std::max<int64_t>(swept * c.kv_heads / c.heads, 1)) {
         shares = shares_of(c, heads, Sums::floats(c, places));
         if (shares > 1) return;
         places = 0;
         const int64_t group = c.heads / c.kv_heads;
         for (int64_t n = 0; n < (planes_of(c) == 1 ? 1 : c.batch * c.kv_heads); n++) {
             const int64_t h0 = n % c.kv_heads * group;
-            lives.emplace_back(c, n / c.kv_heads, h0, h0 + group);
+            lives.emplace_back(c, n / c.kv_heads, h0, h0 + group, lines);
             places = std::max(places, lives.back().most);
         }
         const int64_t bytes = Sums::floats(c, places) * int64_t{sizeof(float)};

@@ -23,7 +23,7 @@ struct Call {
     int64_t batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim;
     int64_t lines, planes_batch, planes_heads;
     const int32_t *full_start, *full_tile, *full_stop;  // runs of full tiles, by line
-    const int32_t *partial_start, *partial_tile, *partial_pattern, *patterns, *order, *plane_of;
+    const int32_t *partial_start, *partial_tile, *partial_pattern, *patterns, *plane_of;
     const int32_t *row_hash, *second_hash, *key_hash;  // of dropout; null without
     int64_t key_hash_batch, threshold;
     double factor, scale;
@@ -108,15 +108,6 @@ inline int64_t tiles_of(const Call& c, int64_t line) {
     return found;
 }
 
-// Calls `each` with the full tiles of a line, then with the partial ones.
-template <typename Each>
-inline void for_tiles(const Call& c, int64_t line, Each each) {
-    for (int64_t t = c.full_start[line]; t < c.full_start[line + 1]; t++)
-        for (int64_t j = c.full_tile[t]; j < c.full_stop[t]; j++) each(Tile{j, nullptr});
-    for (int64_t t = c.partial_start[line]; t < c.partial_start[line + 1]; t++)
-        each(Tile{c.partial_tile[t], c.patterns + int64_t{c.partial_pattern[t]} * WORDS * TILE});
-}
-
 // Where the pairs of a tile are, by groups of MR rows and vectors of columns: the rest of a tile is
 // not computed.
 struct Outline {
@@ -193,7 +184,7 @@ inline void ask_for(const TileRows& rows, int row, int upto, int step, int64_t c
 // Rows that a line will write, or the next one read: asked for a few at a time, in the turns of its
 // products. Where lines have few tiles, waiting for them takes a twelfth of the time.
 class Errands {
-    static constexpr int MOST = 8;
+    static constexpr int MOST = 32;
     struct Errand {
         const char* data;
         int64_t step, bytes, rows;
@@ -247,12 +238,12 @@ constexpr int64_t TURNS_OF_PRODUCTS = TILE / NR * GROUPS;
 inline int64_t turns_of_rows(int64_t width) { return ceil_div(width, NR) * GROUPS; }
 
 // to[TILE][TILE] = a b, where the tile has pairs: b is packed across, in panels of NR columns.
-// `ahead` are rows of `depth` that the next tile needs.
+// `ahead` are rows of `depth` that the next tile needs; null if they have been asked for.
 inline void products(const TileRows& a, const float* b, const Outline& outline, int groups,
-                     int64_t depth, const TileRows& ahead, float* to, Errands& errands) {
+                     int64_t depth, const TileRows* ahead, float* to, Errands& errands) {
     for (int p = 0; p < TILE / NR; p++, b += NR * depth)
         for (int g = 0; g < groups; g++) {
-            ask_for(ahead, p * NR + g, p * NR + NR, groups, 0, depth);
+            if (ahead) ask_for(*ahead, p * NR + g, p * NR + NR, groups, 0, depth);
             errands.take_turn();
             const uint32_t seen = outline.vectors[g] >> 2 * p & 3;
             if (!seen) continue;
@@ -280,16 +271,17 @@ template <typename Written>
         multiply<1>(a, a_step, a_row, b, b_step, c, c_row, depth, written);
 }
 
-// to[TILE][width] += weights values, or to a part of what was there; width is in whole vectors.
+// to[TILE][width] += weights values, or to a part of what was there; width is in whole vectors. With
+// `asks`, for the rows after these.
 template <typename Written>
 inline void add_products(const float* weights, const TileRows& values, const Outline& outline,
-                         int groups, int64_t width, float* to, const Written& written,
+                         int groups, int64_t width, float* to, const Written& written, bool asks,
                          Errands& errands) {
     for (int64_t d = 0; d < width; d += NR)
         for (int g = 0; g < groups; g++) {
             errands.take_turn();
             if (!outline.vectors[g]) continue;
-            ask_for(values, TILE + g, 2 * TILE, groups, d, NR);
+            if (asks) ask_for(values, TILE + g, 2 * TILE, groups, d, NR);
             multiply_rows(weights + g * MR * TILE + outline.from[g], 1, TILE,
                           values.at(outline.from[g], d), values.step,
                           to + g * MR * width + d, width, outline.upto[g] - outline.from[g],
@@ -297,9 +289,10 @@ inline void add_products(const float* weights, const TileRows& values, const Out
         }
 }
 
-// to[TILE][width] += transposed(weights) rows; width is in whole vectors.
+// to[TILE][width] += transposed(weights) rows; width is in whole vectors. With `asks`, for the sums
+// after these.
 inline void add_transposed(const float* weights, const TileRows& rows, const Outline& outline,
-                           int groups, int64_t width, float* to, Errands& errands) {
+                           int groups, int64_t width, float* to, bool asks, Errands& errands) {
     int begin[GROUPS], end[GROUPS];  // of every MR columns, the groups that see one of them
     for (int j = 0; j < GROUPS; j++) {
         begin[j] = 0, end[j] = groups;
@@ -312,7 +305,7 @@ inline void add_transposed(const float* weights, const TileRows& rows, const Out
             const int from = begin[j] * MR, upto = end[j] * MR;
             if (from == upto) continue;
             float* sums = to + j * MR * width + d;
-            for (int r = 0; r < MR; r++)
+            for (int r = 0; asks && r < MR; r++)
                 for (int i = 0; i < NR; i += CACHE_LINE)
                     __builtin_prefetch(sums + (TILE + r) * width + i, 1, 2);
             multiply_rows(weights + from * TILE + j * MR, TILE, 1, rows.at(from, d), rows.step,
