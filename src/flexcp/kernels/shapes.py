@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -81,11 +82,10 @@ def shapes_from_ranges(
 def placed_together(
     parts: Sequence[tuple[int, int, Shapes]], q_positions: Tensor, kv_positions: Tensor
 ) -> Shapes:
-    """Shapes that share no row and no key, as those of tensors that hold the rows of all.
+    """Shapes that share no pair, as those of tensors that hold the rows of all.
 
     Args:
-        parts: the first row and the first key of each, and its shapes, which are the same for all
-            batch elements.
+        parts: the first row and the first key of each, and its shapes.
         q_positions: int64 [Lq] position of each row of all.
         kv_positions: int64 [Lkv] position of each key of all.
 
@@ -94,12 +94,14 @@ def placed_together(
     >>> [slab.q0 for slab in placed_together(two, torch.arange(6), torch.arange(6)).planes[0].slabs]
     [0, 3]
     """
-    heads = max(shapes.heads for _, _, shapes in parts)
+    batch, heads = (max(n) for n in zip(*((x.batch, x.heads) for *_, x in parts), strict=True))
     numbers: dict[tuple[int, ...], int] = {}
-    plane_of = []
-    for h in range(heads):
-        of_parts = tuple(x.plane_of[0][h if x.heads > 1 else 0] for _, _, x in parts)
-        plane_of.append(numbers.setdefault(of_parts, len(numbers)))
+    plane_of = [[0] * heads for _ in range(batch)]
+    for b, h in product(range(batch), range(heads)):
+        of_parts = tuple(
+            x.plane_of[b if x.batch > 1 else 0][h if x.heads > 1 else 0] for *_, x in parts
+        )
+        plane_of[b][h] = numbers.setdefault(of_parts, len(numbers))
     planes = []
     for of_parts in numbers:
         moved = [
@@ -110,7 +112,7 @@ def placed_together(
         tiles = tuple(tile for plane in moved for tile in plane.tiles)
         planes.append(Plane(slabs, tiles))
     return Shapes(
-        q_positions.numel(), kv_positions.numel(), (tuple(plane_of),), tuple(planes),
+        q_positions.numel(), kv_positions.numel(), tuple(map(tuple, plane_of)), tuple(planes),
         q_positions, kv_positions,
     )  # fmt: skip
 

@@ -190,28 +190,34 @@ def run_forward(
     v: Tensor,
     labels: PassLabel,
     *,
+    former: Partial | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    before_waiting: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse) of the rank's queries over all keys, in the accumulation type.
 
-    Also the rows that arrived, if the program keeps them. `meanwhile` is called once the first
-    transfers are on their way, before anything is computed.
+    Also the rows that arrived, if the program keeps them. `former` is what was computed before, to
+    which the rest is added in place. `meanwhile` is called once the first transfers are on their
+    way, before anything is computed; `before_waiting` when a round is, and the next may have to be
+    waited for.
     """
     if 0 in (*q.shape[:2], q.shape[3]):  # so on all ranks that this one exchanges rows with
         meanwhile()
-        return *_nothing_seen(q, v), _nothing_kept(program, k, v) if program.keeps else None
+        return *nothing_seen(q, v), _nothing_kept(program, k, v) if program.keeps else None
     space = take_workspace(program, k, v)
     rounds, arriving = space.rounds_of(k, v, None)
     if program.as_one:
         batch, q = q.shape[0], _as_one_sequence(q)
     out: Tensor | None = None
     lse = q  # until the first result
-    for round_ in fetched(rounds, transport, labels, meanwhile):
+    if former is not None:
+        out, lse = former.out, former.lse
+    for round_ in fetched(rounds, transport, labels, meanwhile, before_waiting):
         for b, keys, values, shapes in round_.work:
             former = None
             if b is not None:
                 if out is None:
-                    out, lse = _nothing_seen(q, v)
+                    out, lse = nothing_seen(q, v)
                 former = Partial(out.narrow(0, b, 1), lse.narrow(0, b, 1))
             elif out is not None:
                 former = Partial(out, lse)
@@ -229,7 +235,7 @@ def run_forward(
                 out, lse = found.out, found.lse
     give_workspace(program, space)
     if out is None:
-        out, lse = _nothing_seen(q, v)
+        out, lse = nothing_seen(q, v)
     if program.as_one:
         out, lse = (_as_elements(x, batch) for x in (out, lse))
     return out, lse, arriving if program.keeps else None
@@ -246,10 +252,15 @@ def _as_elements(x: Tensor, batch: int) -> Tensor:
     return apart.transpose(0, 1)
 
 
-def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def nothing_seen(q: Tensor, v: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that have seen no key yet, in the accumulation type.
+
+    Of all of `q`, or of so many rows.
+    """
     dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-    return out, torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+    shape = (*q.shape[:2], q.shape[2] if rows is None else rows)
+    out = torch.zeros(*shape, v.shape[3], dtype=dtype, device=q.device)
+    return out, torch.full(shape, -torch.inf, dtype=dtype, device=q.device)
 
 
 def _nothing_kept(program: RankProgram, k: Tensor, v: Tensor) -> Tensor:
@@ -261,15 +272,19 @@ def fetched(
     transport: Transport,
     labels: PassLabel,
     meanwhile: Callable[[], None] = lambda: None,
+    before_waiting: Callable[[], None] = lambda: None,
 ) -> Iterator[BoundRound]:
     """Rounds that can be computed, with the rows of the next on their way while one is.
 
-    `meanwhile` is called once, when the first rows are on their way.
+    `meanwhile` is called once, when the first rows are on their way; `before_waiting` whenever a
+    round is computed and the rows of the next may not be here yet.
     """
     pending = _start(rounds[0], 0, transport, labels) if rounds else None
     last = len(rounds) - 1
     for number, round_ in enumerate(rounds):
         if pending is not None:
+            if number > 0:
+                before_waiting()
             pending.wait()
         pending = None
         if number < last:

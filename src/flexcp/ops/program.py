@@ -22,7 +22,7 @@ from flexcp.grid import BlockGrid
 from flexcp.kernels.mask_kinds import most_demanding
 from flexcp.ops.gradient_program import GradientProgram, gradient_program
 from flexcp.ops.places import Places, arranged, rows_of_spans
-from flexcp.ops.work import ElementWork, WorkFinder
+from flexcp.ops.work import ElementWork, OwnPairs, WorkFinder
 from flexcp.schedule import Schedule
 from flexcp.schedule.tables import Step
 
@@ -146,10 +146,20 @@ class RankPrograms:
         with outside_of_transforms():
             return self._program("forward")
 
+    @cached_property
+    def own_pairs(self) -> OwnPairs | None:
+        """What is computed while rows are swapped for heads; None if there is no such thing."""
+        if self.schedule.heads_group_size == 1 or self.as_one:
+            return None
+        with outside_of_transforms():
+            return own_pairs(self.schedule, self.grid, self.rank, self.part)
+
     @property
     def mask_kind(self) -> str:
         """The most demanding kind of mask among the rank's rounds, in the rows that it computes."""
-        return most_demanding(w.shapes.kind for r in self.forward.rounds for w in r.work)
+        shapes = [w.shapes for r in self.forward.rounds for w in r.work]
+        shapes += [] if self.own_pairs is None else [self.own_pairs.shapes]
+        return most_demanding(x.kind for x in shapes)
 
     def mean_scores(self, batch: int, heads: int) -> int:
         """How many scores a rank computes, on average: the same number on all of them."""
@@ -164,8 +174,16 @@ class RankPrograms:
 
     def _program(self, direction: Direction) -> RankProgram:
         return rank_program(
-            self.schedule, self.grid, self.rank, direction, as_one=self.as_one, part=self.part
-        )
+            self.schedule, self.grid, self.rank, direction, as_one=self.as_one, part=self.part,
+            apart=self.own_pairs,
+        )  # fmt: skip
+
+
+@run_eagerly_on_cpu
+def own_pairs(schedule: Schedule, grid: BlockGrid, rank: int, part: int) -> OwnPairs | None:
+    """A rank's own rows with its own keys, where it has some heads of its group's rows."""
+    finder = WorkFinder(schedule, grid, *schedule.group_of(rank), part)
+    return finder.own_pairs(schedule.layout, schedule.members(rank), rank)
 
 
 @run_eagerly_on_cpu
@@ -177,11 +195,12 @@ def rank_program(
     *,
     as_one: bool = False,
     part: int = 0,
+    apart: OwnPairs | None = None,
 ) -> RankProgram:
     """What one rank does in every round of one pass; without a grid, it only moves rows.
 
     `as_one` says that batch elements whose layouts differ are computed as one sequence. With `part`
-    it is one for a part of the rank's heads.
+    it is one for a part of the rank's heads. What is computed `apart` is in no round.
     """
     group, place = schedule.group_of(rank)
     own = schedule.groups.rows_of(group)
@@ -197,7 +216,7 @@ def rank_program(
     pieces = [[(0, x.numel())] if x.numel() else [] for x in rows]
     if grid is not None:
         finder = WorkFinder(schedule, grid, group, place, part)
-        work = [finder.as_one(x) if as_one else finder.of(x) for x in rows]
+        work = [finder.as_one(x) if as_one else finder.of(x, apart) for x in rows]
         pieces = [[(w.first, w.rows) for w in found] for found in work]
     memory = _Memory(
         steps, buffers, kept=kept, keeps=schedule.keeps_kv, all_=schedule.gathers_all,

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from flexcp.comm import Pending
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.ops.program import RankProgram, Round, Source
 
@@ -174,3 +175,56 @@ def fetched_shape(k: Tensor, v: Tensor, rows: int, by_element: bool) -> tuple[in
     """The shape of some rows of such K [B, G, L, D] and V [B, G, L, Dv]."""
     b, g, width = k.shape[0], k.shape[1], k.shape[3] + v.shape[3]
     return (rows, g, width) if by_element else (rows, b, g, width)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsOnTheirWay:
+    """All rows of the group for this rank's own heads, once they are here."""
+
+    pending: Pending
+    rows: Tensor
+    """[rows, B, heads, D]"""
+
+    def wait(self) -> Tensor:
+        """[B, heads, rows, D], as a view of memory that has rows first."""
+        self.pending.wait()
+        return self.rows.permute(1, 2, 0, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOnTheirWay:
+    """Heads of this rank's own rows, once they are here: all, or those of one part."""
+
+    pending: Pending
+    pieces: tuple[Tensor, ...]
+    """[rows, B, heads of each member, D]"""
+    first_heads: tuple[int, ...]
+    """The first head of each."""
+    num_heads: int
+    """How many heads there are in all parts."""
+    shared: bool
+    """Whether several members, or several parts, may have the same head."""
+
+
+def whole_rows(moving: Sequence[RowsOnTheirWay]) -> Tensor:
+    """[B, heads, rows, D] All heads, from those of every part, once they are here.
+
+    A head that several ranks had is summed, in the order of parts and ranks.
+    """
+    pieces = []
+    for part in moving:
+        part.pending.wait()
+        pieces += [x.permute(1, 2, 0, 3) for x in part.pieces]
+    one = moving[0]
+    if len(moving) == 1 and not one.shared:
+        return torch.cat(pieces, dim=1)
+    b, _, rows, d = pieces[0].shape
+    shape = (b, one.num_heads, rows, d)
+    total = pieces[0].new_zeros(shape) if one.shared else pieces[0].new_empty(shape)
+    for first, piece in zip((n for part in moving for n in part.first_heads), pieces, strict=True):
+        place = total.narrow(1, first, piece.shape[1])
+        if one.shared:
+            place.add_(piece)
+        else:
+            place.copy_(piece)
+    return total

@@ -20,19 +20,11 @@ from flexcp.ops.agreement import CallKind
 from flexcp.ops.arguments import needs_gradients
 from flexcp.ops.dropout import drawn_seed
 from flexcp.ops.executor import RoundKernel, run_backward, run_forward
+from flexcp.ops.head_extras import SWAPPED, all_heads, of_parts, split_heads
 from flexcp.ops.interface import Gradients, OutputGradients, Saved
 from flexcp.ops.program import RankPrograms
 from flexcp.ops.rows import SPARE, RowKind
-from flexcp.ops.swap import (
-    SWAPPED,
-    HeadPart,
-    Swap,
-    all_heads,
-    split_extras,
-    split_heads,
-    swapped_backward,
-    swapped_forward,
-)
+from flexcp.ops.swap import HeadPart, Swap, swapped_backward, swapped_forward
 from flexcp.plan import Plan
 
 
@@ -130,7 +122,7 @@ class ShardedAttention:
 
     def pack(self, saved: Saved) -> list[Tensor]:
         """What was swapped, then all kept rows and the elements behind them, flat."""
-        swapped, kept = split_extras(self.parts, saved.extras)
+        swapped, kept = of_parts(saved.extras, len(self.parts) if self.swaps else 0)
         rows = saved.q.new_empty(SPARE)
         if len(kept) == 1:
             rows = kept[0].as_strided((kept[0].numel() + SPARE,), (1,))
@@ -141,7 +133,7 @@ class ShardedAttention:
     def unpack(self, packed: Sequence[Tensor], saved: Saved) -> tuple[Tensor, ...]:
         """What was swapped, then the kept rows."""
         *swapped, rows = packed
-        extras = split_heads(self.parts, swapped)
+        extras = split_heads([p.heads for p in self.parts] if self.swaps else [], swapped)
         if not self.keeps_kv:
             return extras
         given = [extras[i + 1 : i + 3] for i in range(0, len(extras), SWAPPED)]

@@ -1,7 +1,8 @@
 """Attention of ranks that swap rows for heads, one part of the heads after the other.
 
 While a part is computed, the rows of the next one are swapped for its heads, and the results of the
-former for rows: of all swaps only the first and the last are waited for.
+former for rows. While the first ones and the last ones are swapped, a rank computes what takes no
+swap: its own rows with its own keys, for the heads that it has.
 """
 
 from __future__ import annotations
@@ -9,78 +10,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from flexcp.comm import PassLabel, Pending, RoundLabel, Transport
+from flexcp.comm import PassLabel, RoundLabel, Transport
 from flexcp.kernels.dropout import Dropout
+from flexcp.kernels.interface import Partial
 from flexcp.kernels.merge import add_sinks
-from flexcp.ops.executor import RoundKernel, run_backward, run_forward
+from flexcp.ops.executor import RoundKernel, nothing_seen, run_backward, run_forward
+from flexcp.ops.head_extras import of_parts
 from flexcp.ops.interface import OutputGradients, Saved
 from flexcp.ops.program import RankPrograms
+from flexcp.ops.rows import HeadsOnTheirWay, RowsOnTheirWay, whole_rows
+from flexcp.ops.work import OwnPairs
 from flexcp.schedule import Schedule
 from flexcp.schedule.heads import HeadSlice
 
-SWAPPED = 5
-"""Extras of each part: q, k and v after the swap, and the result for them with its lse."""
 _SWAPS = 4
 """Labels of a part's swaps in one pass."""
-
-
-@dataclass(frozen=True, eq=False)
-class HeadsOnTheirWay:
-    """All rows of the group for this rank's own heads, once they are here."""
-
-    pending: Pending
-    rows: Tensor
-    """[rows, B, heads, D]"""
-
-    def wait(self) -> Tensor:
-        """[B, heads, rows, D], as a view of memory that has rows first."""
-        self.pending.wait()
-        return self.rows.permute(1, 2, 0, 3)
-
-
-@dataclass(frozen=True, eq=False)
-class RowsOnTheirWay:
-    """Heads of this rank's own rows, once they are here: all, or those of one part."""
-
-    pending: Pending
-    pieces: tuple[Tensor, ...]
-    """[rows, B, heads of each member, D]"""
-    first_heads: tuple[int, ...]
-    """The first head of each."""
-    num_heads: int
-    """How many heads there are in all parts."""
-    shared: bool
-    """Whether several members, or several parts, may have the same head."""
-
-
-def whole_rows(moving: Sequence[RowsOnTheirWay]) -> Tensor:
-    """[B, heads, rows, D] All heads, from those of every part, once they are here.
-
-    A head that several ranks had is summed, in the order of parts and ranks.
-    """
-    pieces = []
-    for part in moving:
-        part.pending.wait()
-        pieces += [x.permute(1, 2, 0, 3) for x in part.pieces]
-    one = moving[0]
-    if len(moving) == 1 and not one.shared:
-        return torch.cat(pieces, dim=1)
-    b, _, rows, d = pieces[0].shape
-    shape = (b, one.num_heads, rows, d)
-    total = pieces[0].new_zeros(shape) if one.shared else pieces[0].new_empty(shape)
-    for first, piece in zip((n for part in moving for n in part.first_heads), pieces, strict=True):
-        place = total.narrow(1, first, piece.shape[1])
-        if one.shared:
-            place.add_(piece)
-        else:
-            place.copy_(piece)
-    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +128,11 @@ class Swap:
         of_all = self.num_kv_heads if kv else self.num_heads
         return RowsOnTheirWay(pending, pieces, first, of_all, kv and self.shares_kv)
 
+    def own_heads(self, x: Tensor, *, kv: bool = False) -> Tensor:
+        """Those of a tensor of own rows that this rank has after the swap."""
+        own = self._slices(kv)[self.place]
+        return x.narrow(1, own.start, len(own))
+
     def own_keys(self, x: Tensor) -> Tensor:
         """K and V with heads that the query heads can share evenly; repeated if they can't."""
         index = self._kv_index
@@ -254,6 +209,51 @@ class HeadPart:
         assert self.swap is not None
         return self.swap.kernel_heads
 
+    @property
+    def own_pairs(self) -> OwnPairs | None:
+        """What can be computed before rows are swapped for heads, if anything can."""
+        return self.programs.own_pairs if 0 not in self.heads else None
+
+    def own_forward(self, q: Tensor, k: Tensor, v: Tensor) -> Partial | None:
+        """Results for the group's rows, of which only own ones have seen anything: own keys."""
+        own, swap, kernel = self.own_pairs, _swap_of(self), self.kernel
+        if own is None or 0 in q.shape:
+            return None
+        q, k, v = swap.own_heads(q), *(swap.own_heads(x, kv=True) for x in (k, v))
+        out, lse = nothing_seen(q, v, sum(swap.rows))
+        place = own.first, own.rows
+        kernel.kernel.forward(
+            q, swap.own_keys(k), swap.own_keys(v), own.shapes,
+            scale=kernel.scale, score_mod=kernel.score_mod(None),
+            former=Partial(out.narrow(2, *place), lse.narrow(2, *place)),
+            dropout=kernel.dropout_of(None),
+        )  # fmt: skip
+        return Partial(out, lse)
+
+    def own_backward(
+        self, swapped: Sequence[Tensor], grads: OutputGradients, captured: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Gradients of own rows from own keys, for own heads: of q; and of k and v side by side.
+
+        `swapped` are the part's extras, `grads` those of own rows and all heads. Gradients of what
+        a score function captures are added to `captured`.
+        """
+        own, swap, kernel = self.own_pairs, _swap_of(self), self.kernel
+        if own is None or 0 in swapped[0].shape:
+            return None
+        q, k, v, out, lse = (x.narrow(2, own.first, own.rows) for x in swapped)
+        grad_out = swap.own_heads(grads.out)
+        grad_lse = None if grads.lse is None else swap.own_heads(grads.lse)
+        found = kernel.kernel.backward(
+            grad_out, q, k, v, out, lse, own.shapes,
+            scale=kernel.scale, score_mod=kernel.score_mod(None), grad_lse=grad_lse,
+            delta=kernel.kernel.delta(grad_out, out, grad_lse),
+            dropout=kernel.dropout_of(None),
+        )  # fmt: skip
+        for total, part in zip(captured, found.captured, strict=True):
+            total += part
+        return found.q, swap.own_keys_gradient(torch.cat([found.k, found.v], dim=-1))
+
 
 def swapped_forward(
     parts: Sequence[HeadPart],
@@ -279,10 +279,18 @@ def swapped_forward(
             given.append((kv, swap.to_heads(q, label=labels.round("swap", label + 1))))
 
     swapped, all_kept, outs, lses = [], [], [], []
+    seen: dict[int, Partial | None] = {}
+
+    def see_own(number: int) -> None:
+        if number < len(parts) and number not in seen:
+            seen[number] = parts[number].own_forward(q, k, v)
+
+    fetch_next()
     for number, part in enumerate(parts):
         swap = _swap_of(part)
-        if not given:  # the first, or there was nothing to compute before
+        if not given:  # there was nothing to compute before
             fetch_next()
+        see_own(number)
         moving, moving_q = given.popleft()
         kv = swap.own_keys(moving.wait())
         inputs = (moving_q.wait(), kv[..., : k.shape[3]], kv[..., k.shape[3] :])
@@ -292,7 +300,9 @@ def swapped_forward(
             part.kernel,
             *inputs,
             labels.of_part(number),
+            former=seen.pop(number),
             meanwhile=fetch_next,
+            before_waiting=partial(see_own, number + 1),
         )
         label = _SWAPS * number + 2
         outs.append(swap.to_rows(out.to(q.dtype), label=labels.round("swap", label)))
@@ -321,7 +331,7 @@ def swapped_backward(
 
     Those of what a score function captures are added to `captured`.
     """
-    swapped, all_kept = split_extras(parts, saved.extras)
+    swapped, all_kept = of_parts(saved.extras, len(parts))
     given: deque[tuple[HeadsOnTheirWay, HeadsOnTheirWay | None]] = deque()
     to_come = enumerate(parts)
 
@@ -334,6 +344,9 @@ def swapped_backward(
                 from_lse = swap.to_heads(lse, label=labels.round("swap", label + 1))
             given.append((out, from_lse))
 
+    fetch_next()
+    # The last swaps are the longest: one part at most is not computed meanwhile.
+    first = [parts[0].own_backward(swapped[0], grads, captured)] if len(parts) > 1 else []
     grads_kv, grads_q = [], []
     for number, part in enumerate(parts):
         swap = _swap_of(part)
@@ -358,33 +371,16 @@ def swapped_backward(
         grads_kv.append(swap.to_rows(both, label=labels.round("swap", label), kv=True))
         label += 1
         grads_q.append(swap.to_rows(grad_q.to(q.dtype), label=labels.round("swap", label)))
-    both, d = whole_rows(grads_kv), saved.k.shape[3]
-    return whole_rows(grads_q), both[..., :d], both[..., d:]
-
-
-def split_extras(
-    parts: Sequence[HeadPart], extras: Sequence[Tensor]
-) -> tuple[list[Sequence[Tensor]], Sequence[Tensor]]:
-    """What was swapped, by part; and the kept rows, by part, if the schedule keeps any."""
-    count = SWAPPED * len(parts) if parts[0].swap is not None else 0
-    return [extras[i : i + SWAPPED] for i in range(0, count, SWAPPED)], extras[count:]
-
-
-def all_heads(swapped: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """q, k, v, out and lse of all parts' heads; none if nothing was swapped."""
-    if len(swapped) == 1:
-        return list(swapped[0])
-    return [torch.cat(of_parts, dim=1) for of_parts in zip(*swapped, strict=True)]
-
-
-def split_heads(parts: Sequence[HeadPart], whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The extras of all parts again, from what `all_heads` made of them."""
-    if not whole or len(parts) == 1:
-        return tuple(whole)
-    heads = [part.heads for part in parts]
-    q, kv = ([of_part[i] for of_part in heads] for i in (0, 1))
-    split = [x.split(n, dim=1) for x, n in zip(whole, (q, kv, kv, q, q), strict=True)]
-    return tuple(x for of_part in zip(*split, strict=True) for x in of_part)
+    own = first + [
+        part.own_backward(swapped[number], grads, captured)
+        for number, part in islice(enumerate(parts), len(first), None)
+    ]
+    grad_q, both, d = whole_rows(grads_q), whole_rows(grads_kv), saved.k.shape[3]
+    for part, found in zip(parts, own, strict=True):
+        if found is not None:
+            _swap_of(part).own_heads(grad_q).add_(found[0])
+            _swap_of(part).own_heads(both, kv=True).add_(found[1])
+    return grad_q, both[..., :d], both[..., d:]
 
 
 def _swap_of(part: HeadPart) -> Swap:
