@@ -84,15 +84,10 @@ class Layout:
         """From int64 [L] positions for each rank, or [B, L] where batch elements differ."""
         _require_integers("positions", positions, dims=(1, 2))
         batch_elements = max((p.shape[0] for p in positions if p.dim() == 2), default=1)
-        rows = [
-            _flat_rows(p, batch_elements, sum(q.shape[-1] for q in positions)) for p in positions
-        ]
-        return cls.of_rows(
-            rows,
-            seq_len=sum(p.shape[-1] for p in positions),
-            batch_elements=batch_elements,
-            name=name,
-        )
+        seq_len = sum(p.shape[-1] for p in positions)
+        first = torch.arange(batch_elements)[:, None] * seq_len
+        rows = [(p.to(torch.int64) + first).reshape(-1) for p in positions]
+        return cls.of_rows(rows, seq_len=seq_len, batch_elements=batch_elements, name=name)
 
     @classmethod
     def of_rows(
@@ -112,11 +107,8 @@ class Layout:
         element = torch.div(row, max(seq_len, 1), rounding_mode="floor")
         opens = torch.ones_like(row, dtype=torch.bool)
         opens[1:] = (row.diff() != 1) | (owner.diff() != 0) | (element.diff() != 0)
-        closes = torch.ones_like(opens)
-        closes[:-1] = opens[1:]
-        return cls(
-            name, seq_len, len(rows), batch_elements, owner[opens], row[opens], row[closes] + 1
-        )
+        rank, start, stop = owner[opens], row[opens], row[opens.roll(-1)] + 1
+        return cls(name, seq_len, len(rows), batch_elements, rank, start, stop)
 
     @classmethod
     def stacked(cls, layouts: Sequence[Layout], *, name: str | None = None) -> Layout:
@@ -134,10 +126,8 @@ class Layout:
         if not layouts:
             raise FlexCPError("a layout for each batch element", "none", "pass at least one layout")
         first = layouts[0]
-        if any(
-            (x.seq_len, x.ranks, x.batch_elements) != (first.seq_len, first.ranks, 1)
-            for x in layouts
-        ):
+        same = first.seq_len, first.ranks, 1
+        if any((x.seq_len, x.ranks, x.batch_elements) != same for x in layouts):
             raise FlexCPError(
                 "layouts of one batch element with the same length and ranks",
                 ", ".join(f"{x.seq_len} tokens on {x.ranks} ranks" for x in layouts),
@@ -148,15 +138,9 @@ class Layout:
         offsets = [b * first.seq_len for b in range(len(layouts))]
         start = torch.cat([x.start + o for x, o in zip(layouts, offsets, strict=True)])
         stop = torch.cat([x.stop + o for x, o in zip(layouts, offsets, strict=True)])
-        return cls(
-            first.name if name is None else name,
-            first.seq_len,
-            first.ranks,
-            len(layouts),
-            rank[order],
-            start[order],
-            stop[order],
-        )
+        name = first.name if name is None else name
+        runs = rank[order], start[order], stop[order]
+        return cls(name, first.seq_len, first.ranks, len(layouts), *runs)
 
     @property
     def rows(self) -> int:
@@ -186,6 +170,16 @@ class Layout:
         if self.batch_elements == 1:
             return rows
         return rows.view(self.batch_elements, -1) % self.seq_len
+
+    @cached_property
+    def element(self) -> Tensor:
+        """int64 [N] The batch element of each run."""
+        return torch.div(self.start, max(self.seq_len, 1), rounding_mode="floor")
+
+    def runs_in(self, element: int) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [n] Owner of each run of a batch element, its first position and that after it."""
+        inside, offset = self.element == element, element * self.seq_len
+        return self.rank[inside], self.start[inside] - offset, self.stop[inside] - offset
 
     def rows_of(self, rank: int) -> Tensor:
         """int64 [batch_elements * L] Rows of a rank in their order, element after element."""
@@ -293,13 +287,6 @@ class Layout:
         )
 
 
-def _flat_rows(positions: Tensor, batch_elements: int, seq_len: int) -> Tensor:
-    positions = positions.to(torch.int64)
-    if positions.dim() == 1:
-        positions = positions.expand(batch_elements, -1)
-    return (positions + torch.arange(batch_elements)[:, None] * seq_len).reshape(-1)
-
-
 def _by_element(x: Tensor, dim: int, index: Tensor, batch_dim: int) -> Tensor:
     """X with its own choice along `dim` for each batch element; index is [B, L]."""
     moved = x.movedim((batch_dim, dim), (0, 1))
@@ -357,13 +344,11 @@ def _require_partition(layout: Layout) -> None:
             f"runs that leave out or repeat rows near {int(edges[wrong])}",
             "make the layout for the sequence length that it is used with, every token on one rank",
         )
-    if (
-        layout.rank.numel()
-        and not 0 <= int(layout.rank.min()) <= int(layout.rank.max()) < layout.ranks
-    ):
+    least, most = (int(x) for x in layout.rank.aminmax()) if layout.rank.numel() else (0, 0)
+    if not 0 <= least <= most < layout.ranks:
         raise FlexCPError(
             f"owners between 0 and {layout.ranks - 1}",
-            f"{int(layout.rank.min())} to {int(layout.rank.max())}",
+            f"{least} to {most}",
             "give the layout as many ranks as own tokens",
         )
     if bool((layout.rank.diff() < 0).any()):
@@ -373,11 +358,9 @@ def _require_partition(layout: Layout) -> None:
             "make the layout with Layout.of_runs or Layout.of_positions, which sort them",
         )
     if layout.batch_elements > 1:
-        element = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
         sizes = torch.zeros(layout.ranks * layout.batch_elements, dtype=torch.int64)
-        sizes.index_add_(
-            0, layout.rank * layout.batch_elements + element, layout.stop - layout.start
-        )
+        place = layout.rank * layout.batch_elements + layout.element
+        sizes.index_add_(0, place, layout.stop - layout.start)
         per_element = sizes.view(layout.ranks, layout.batch_elements)
         if bool((per_element != per_element[:, :1]).any()):
             raise FlexCPError(

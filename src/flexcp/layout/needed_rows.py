@@ -34,13 +34,9 @@ def rows_needed(grids: Sequence[BlockGrid], layout: Layout) -> RowSets:
     """
     found = [layout.owned]
     for grid in grids:
+        ranges, all_ = row_ranges(grid).planes, grid.planes.of
         for element in range(layout.batch_elements):
-            chosen = (
-                grid.planes.of
-                if layout.batch_elements == 1
-                else grid.planes.of[element : element + 1]
-            )
-            ranges = row_ranges(grid).planes
+            chosen = all_ if layout.batch_elements == 1 else all_[element]
             for plane in torch.unique(chosen).tolist():
                 if ranges is not None:
                     found += (_of_column(column, element, layout) for column in ranges[plane])
@@ -52,25 +48,20 @@ def rows_needed(grids: Sequence[BlockGrid], layout: Layout) -> RowSets:
 def _of_column(column: KeyColumn, element: int, layout: Layout) -> RowSets:
     """Rows that a batch element's queries see in one range of keys each."""
     offset = element * layout.seq_len
-    inside = torch.div(layout.start, max(layout.seq_len, 1), rounding_mode="floor") == element
-    start, stop, rank = (x[inside] for x in (layout.start, layout.stop, layout.rank))
+    rank, start, stop = layout.runs_in(element)
     edges = torch.cat([torch.zeros(1, dtype=torch.int64), column.breaks])
     ends = torch.cat([column.breaks, torch.full((1,), layout.seq_len)])
-    which, _, begin, end = cut(start - offset, stop - offset, edges, ends)
-    return row_sets(
-        rank[which], take(column.start, begin) + offset, take(column.stop, end - 1) + offset
-    )
+    which, _, begin, end = cut(start, stop, edges, ends)
+    first, last = take(column.start, begin), take(column.stop, end - 1)
+    return row_sets(rank[which], first + offset, last + offset)
 
 
 def joined_sets(sets: Sequence[RowSets]) -> RowSets:
     """The union of several sets of each rank."""
     if len(sets) == 1:
         return sets[0]
-    return row_sets(
-        torch.cat([s.rank for s in sets]),
-        torch.cat([s.start for s in sets]),
-        torch.cat([s.stop for s in sets]),
-    )
+    columns = ([s.rank for s in sets], [s.start for s in sets], [s.stop for s in sets])
+    return row_sets(*(torch.cat(column) for column in columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +78,12 @@ class Pieces:
     @classmethod
     def of(cls, layout: Layout, element: int, block: int) -> Pieces:
         """All runs of a batch element, cut into blocks, in order of position."""
-        inside = torch.div(layout.start, max(layout.seq_len, 1), rounding_mode="floor") == element
-        start = layout.start[inside] - element * layout.seq_len
-        stop = layout.stop[inside] - element * layout.seq_len
+        rank, start, stop = layout.runs_in(element)
         edges = torch.arange(0, layout.seq_len, block)
         which, piece, begin, end = cut(start, stop, edges, edges + block)
         order = torch.argsort(begin)
         which, piece, begin, end = (x[order] for x in (which, piece, begin, end))
-        return cls(layout.rank[inside][which], piece, begin - edges[piece], end - edges[piece])
+        return cls(rank[which], piece, begin - edges[piece], end - edges[piece])
 
 
 def _of_plane(grid: BlockGrid, plane: int, element: int, layout: Layout, known: RowSets) -> RowSets:
@@ -120,12 +109,7 @@ def _of_plane(grid: BlockGrid, plane: int, element: int, layout: Layout, known: 
 
 
 def _decided(
-    grid: BlockGrid,
-    plane: int,
-    offset: int,
-    tiles: _Tiles,
-    rows: str,
-    found: RowSets,
+    grid: BlockGrid, plane: int, offset: int, tiles: _Tiles, rows: str, found: RowSets
 ) -> tuple[_Tiles, RowSets]:
     """What some rows of the pieces surely see or surely don't; and the tiles that remain open.
 
@@ -134,9 +118,8 @@ def _decided(
     if len(tiles) == 0:
         return tiles, found
     used, place = torch.unique(tiles.piece, return_inverse=True)
-    mask = measure_mask(
-        trace_mask(grid.mask.mask_mod), grid.planes, _axis(grid, tiles, used, rows), grid.kv_axis
-    )
+    axes = _axis(grid, tiles, used, rows), grid.kv_axis
+    mask = measure_mask(trace_mask(grid.mask.mask_mod), grid.planes, *axes)
     verdict = mask.ranges(0, torch.full_like(place, plane), place, tiles.col)
     sure = tiles.where(verdict.lo)
     size = grid.block_size[1]
@@ -160,12 +143,8 @@ def _decided_by_key(
     size = grid.block_size[1]
     keys = (grid.kv_axis.first[cols][:, None] + torch.arange(size)).reshape(-1)
     keys = keys.clamp(max=grid.kv_start + grid.kv_len - 1)
-    mask = measure_mask(
-        trace_mask(grid.mask.mask_mod),
-        grid.planes,
-        _axis(grid, tiles, used, "all"),
-        Axis(keys, keys, torch.ones_like(keys)),
-    )
+    axes = _axis(grid, tiles, used, "all"), Axis(keys, keys, torch.ones_like(keys))
+    mask = measure_mask(trace_mask(grid.mask.mask_mod), grid.planes, *axes)
     open_ = torch.zeros(len(tiles), dtype=torch.bool)
     for part in in_parts(torch.arange(len(tiles)), max(1, _MOST_PAIRS // (4 * size))):
         i = place[part].repeat_interleave(size)

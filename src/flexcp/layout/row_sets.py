@@ -54,10 +54,7 @@ def row_sets(rank: Tensor, start: Tensor, stop: Tensor) -> RowSets:
     covered = torch.cummax(last, dim=0).values
     opens = torch.ones_like(key, dtype=torch.bool)
     opens[1:] = key[1:] > covered[:-1]
-    begin = key[opens]
-    closes = torch.ones_like(opens)
-    closes[:-1] = opens[1:]
-    end = covered[closes]
+    begin, end = key[opens], covered[opens.roll(-1)]
     rank = torch.div(begin, wide, rounding_mode="floor")
     return RowSets(rank, begin - rank * wide, end - rank * wide)
 

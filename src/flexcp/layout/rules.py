@@ -179,9 +179,7 @@ def joined(
     """A layout of runs that are sorted by rank and start; those that touch become one."""
     opens = torch.ones_like(rank, dtype=torch.bool)
     opens[1:] = (start[1:] != stop[:-1]) | (rank.diff() != 0)
-    closes = torch.ones_like(opens)
-    closes[:-1] = opens[1:]
-    return Layout(name, seq_len, ranks, 1, rank[opens], start[opens], stop[closes])
+    return Layout(name, seq_len, ranks, 1, rank[opens], start[opens], stop[opens.roll(-1)])
 
 
 def with_token_counts(

@@ -208,11 +208,9 @@ def area_per_rank(
     if layout.batch_elements == 1:
         work = Work.of(grids, None, heads).of_stretches(layout.start, layout.stop)
         return areas.index_add_(0, layout.rank, work)
-    element = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
     for b in range(layout.batch_elements):
-        at = element == b
-        start, stop = layout.start[at] - b * layout.seq_len, layout.stop[at] - b * layout.seq_len
-        areas.index_add_(0, layout.rank[at], Work.of(grids, b, heads).of_stretches(start, stop))
+        rank, *run = layout.runs_in(b)
+        areas.index_add_(0, rank, Work.of(grids, b, heads).of_stretches(*run))
     return areas
 
 

@@ -24,8 +24,7 @@ def grouped(layout: Layout, group_size: int) -> Layout:
         return layout
     owner = torch.div(layout.rank, group_size, rounding_mode="floor")
     if layout.batch_elements > 1:  # rows of a group are kept by batch element
-        element = torch.div(layout.start, layout.seq_len, rounding_mode="floor")
-        order = torch.argsort(owner * layout.batch_elements + element, stable=True)
+        order = torch.argsort(owner * layout.batch_elements + layout.element, stable=True)
     else:
         order = torch.arange(owner.numel())
     return Layout(
