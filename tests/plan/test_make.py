@@ -16,6 +16,7 @@ from flexcp import FlexCPError, masks
 from flexcp.layout import balanced, contiguous
 from flexcp.layout.balance.objective import Objective
 from flexcp.plan import PRESETS, Machine, make_plan
+from flexcp.plan.candidate import GAIN, is_less
 
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 WINDOW = masks.causal() & masks.sliding_window(500)
@@ -45,9 +46,12 @@ def test_a_full_mask_on_many_ranks_shares_heads_and_sequence():
     ids=["causal", "window", "prefix", "window with global tokens", "documents"],
 )
 def test_auto_is_no_dearer_than_any_explicit_choice(machine, mask):
-    """All that moves has a price; what is as close as 2 % to the bound is not improved on."""
+    """All that moves has a price; what is as close as 2 % to the bound is not improved on.
 
-    def price(**options):
+    What a plan moves more, by an eighth, has to buy 5 %.
+    """
+
+    def price_and_bytes(**options):
         plan = make_plan(mask, 1 << 14, 8, machine=machine, **HEADS, **options)
         stats = plan.stats()
         far = sum(stats.bytes_received_between_nodes_per_rank)
@@ -55,12 +59,15 @@ def test_auto_is_no_dearer_than_any_explicit_choice(machine, mask):
         near = sum(stats.bytes_received_per_rank) + sum(stats.backward_bytes_received_per_rank)
         near -= far
         wire = near / machine.intra_bandwidth + far / machine.inter_bandwidth
-        return stats.predicted_seconds + Objective.moved * wire / 8
+        received = stats.bytes_received_per_rank
+        price = stats.predicted_seconds + Objective.moved * wire / 8
+        return price, (sum(received) / 8, max(received))
 
-    auto = price()
+    auto, brought = price_and_bytes()
     for layout in ("contiguous", "head_tail", "striped", "ptrr", "balanced"):
         for schedule in ("exchange", "ring", "allgather", "ulysses"):
-            assert auto <= price(layout=layout, schedule=schedule) * 1.02
+            price, more = price_and_bytes(layout=layout, schedule=schedule)
+            assert auto <= price * (GAIN if is_less(brought, more) else 1.02)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)

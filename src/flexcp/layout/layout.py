@@ -135,9 +135,8 @@ class Layout:
             )
         rank = torch.cat([x.rank for x in layouts])
         order = torch.argsort(rank, stable=True)
-        offsets = [b * first.seq_len for b in range(len(layouts))]
-        start = torch.cat([x.start + o for x, o in zip(layouts, offsets, strict=True)])
-        stop = torch.cat([x.stop + o for x, o in zip(layouts, offsets, strict=True)])
+        start = torch.cat([x.start + b * first.seq_len for b, x in enumerate(layouts)])
+        stop = torch.cat([x.stop + b * first.seq_len for b, x in enumerate(layouts)])
         name = first.name if name is None else name
         runs = rank[order], start[order], stop[order]
         return cls(name, first.seq_len, first.ranks, len(layouts), *runs)

@@ -57,6 +57,17 @@ def test_a_rank_receives_no_more_than_its_longest_document_and_a_share_besides(s
     assert received(grid, balanced([grid], RANKS)) <= max(lengths) + LENGTH // RANKS
 
 
+@pytest.mark.parametrize("seed", [14, 15, 28])
+def test_a_long_document_makes_up_for_short_ones_that_stay_whole(of_benchmarks, seed):
+    """Short ones between which work was to be even were cut into dust, besides its rows."""
+    tokens, ranks = 1 << 19, 32
+    lengths = of_benchmarks("documents").packed_document_lengths(tokens, seed)
+    grid = grid_of(lengths, causal=True)
+    layout = balanced([grid], ranks)
+    assert imbalance(grid, layout) <= 1.02
+    assert received(grid, layout) <= max(lengths)
+
+
 def test_two_documents_that_end_within_one_rank_are_not_both_fetched_by_it():
     """Dealt out in order, one rank would get the end of one and the start of the other."""
     lengths = [50_000, 39_000] + [500] * 84 + [72]

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -37,8 +37,7 @@ class Documents:
     work: Work
     edges: list[int]
     """Where each document begins, and the end of the sequence."""
-    halves: dict[Run, tuple[list[Run], list[Run]]] = field(default_factory=dict)
-    """Heavy and light rows, by their own mean, of documents that were shared; and how coarse."""
+    _halves: dict[Run, tuple[list[Run], list[Run]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Work) -> Documents:
@@ -122,6 +121,14 @@ class Documents:
             found += (np.flatnonzero(rows > limit) + first).tolist()
         return found
 
+    def halves(self, document: int, coarse: int) -> tuple[list[Run], list[Run]]:
+        """Heavy and light rows of a document by their own mean; see `heavy_and_light`."""
+        key = document, coarse
+        if key not in self._halves:
+            mean = self.areas[document] / self.sizes[document]
+            self._halves[key] = self.heavy_and_light(document, coarse, mean)
+        return self._halves[key]
+
     def heavy_and_light(
         self, document: int, coarse: int, mean: float
     ) -> tuple[list[Run], list[Run]]:
@@ -193,33 +200,27 @@ class RowQueue:
         return found
 
 
-def shares(
-    documents: Documents, document: int, tokens: Sequence[int], coarse: int
-) -> list[list[Piece]]:
-    """A document cut into parts of given sizes, each with its share of the work."""
-    key = document, coarse
-    if key not in documents.halves:
-        mean = documents.areas[document] / documents.sizes[document]
-        documents.halves[key] = documents.heavy_and_light(document, coarse, mean)
-    return mixed(documents, *documents.halves[key], tokens)
-
-
 def mixed(
-    documents: Documents, heavy_runs: list[Run], light_runs: list[Run], tokens: Sequence[int]
+    documents: Documents,
+    heavy_runs: list[Run],
+    light_runs: list[Run],
+    tokens: Sequence[int],
+    areas: Sequence[int] | None = None,
 ) -> list[list[Piece]]:
     """Rows cut into parts of given sizes, each with its share of the work.
 
     Each part gets heavy rows and light ones in their order: what is left has the same mean work as
-    before, so that the next part finds its mix as well.
+    before, so that the next part finds its mix as well. If the work of parts is given, they get
+    that as far as what is left allows, and the last one the rest.
     """
     heavy = RowQueue(documents, heavy_runs, from_end=True)
     light = RowQueue(documents, light_runs, from_end=False)
     size, total = heavy.size + light.size, heavy.area(heavy.size) + light.area(light.size)
     found: list[list[Piece]] = []
     given = dear = 0
-    for count in tokens:
+    goals = accumulate(areas) if areas else (total * n // max(1, size) for n in accumulate(tokens))
+    for count, goal in zip(tokens, goals, strict=True):
         given += count
-        goal = total * given // max(1, size)
         cheap_before, dear_before = given - count - dear, dear
         # More heavy rows among as many rows are always more work.
         low, high = max(dear, given - light.size), min(heavy.size, dear + count)

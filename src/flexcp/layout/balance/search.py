@@ -104,11 +104,14 @@ def _of_work(
     if plain and even and plain.price <= objective.good * mean:
         return _layout(plain.parts, work.seq_len)
     seeds, count = list[ways.Seed](), max(1, objective.tries**2 // ranks)
-    for filler, level in ways.packings(documents, objective) if many else ():
+    coarse = max(1, round(min(room) * objective.small))
+    for filler, level in ways.packings(documents, objective, mean) if many else ():
         new = seed(ways.whole_documents(documents, room, objective, filler, even=level))
+        level_too = seed(ways.levelled(documents, new.parts, coarse))
+        new = level_too if level_too.if_even * objective.enough < new.if_even else new
         # Alone, one that is to be made even later has to be clearly cheaper.
         if level or count > 1 or new.if_even * objective.enough < min(s.if_even for s in seeds):
-            seeds.append(new)
+            seeds += [new] if all(new.parts != s.parts for s in seeds) else []
         if new.if_even <= objective.good * mean:
             break
     chosen = sorted(seeds, key=lambda s: s.if_even)[:count]

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from flexcp.layout.balance.documents import Documents, Piece, mixed, shares
+from flexcp.layout.balance.documents import Documents, Piece, Run, mixed, needs
 from flexcp.layout.balance.objective import Objective
 
 Parts = list[list[Piece]]
@@ -86,15 +86,21 @@ def whole_documents(
     return _Packing(documents, counts, objective, filler).packed(tails=filler > 0, even=even)
 
 
-def packings(documents: Documents, objective: Objective) -> tuple[tuple[float, bool], ...]:
+def packings(
+    documents: Documents, objective: Objective, mean: float
+) -> tuple[tuple[float, bool], ...]:
     """Fillers: none, the lightest rows, or between those and light ones; and if it is to be even.
 
-    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least.
+    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least. Or
+    with documents that are no more than the `mean` work of a rank, as they are on average.
     """
     rows = documents.work.seq_len
     lightest = documents.lightest(objective.small * rows)
     light = documents.lightest(rows, below=documents.total / max(1, rows))
-    return (0.0, True), (lightest, True), *(((lightest + light) / 2, e) for e in (True, False))
+    small = [d for d, area in enumerate(documents.areas) if area <= mean]
+    whole = sum(documents.areas[d] for d in small) / max(1, sum(documents.sizes[d] for d in small))
+    middle = (lightest + light) / 2
+    return (0.0, True), (lightest, True), (middle, True), (middle, False), (whole, True)
 
 
 def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
@@ -111,6 +117,41 @@ def two_ended(documents: Documents, counts: Sequence[int], objective: Objective)
         heavy += dear
         light += cheap
     return mixed(documents, heavy, light, counts)
+
+
+def levelled(documents: Documents, parts: Parts, coarse: int) -> Parts:
+    """The same, but for documents that ranks share: cut anew, to make up for what else ranks have.
+
+    So small documents may stay whole however much their work differs. Who receives least of other
+    documents gets the first cut, which ends last and so sees most.
+    """
+    found: Parts = [list(part) for part in parts]
+    shared: dict[int, dict[int, list[Run]]] = {}
+    for rank, part in enumerate(parts):
+        for d, a, b in sorted(part):
+            shared.setdefault(d, {}).setdefault(rank, []).append((a, b))
+    shared = {d: of for d, of in shared.items() if len(of) > 1}
+    area = [sum(documents.area(a, b) for _, a, b in part) for part in parts]
+    received = [0] * len(parts)
+    for rank, d in ((rank, d) for d, of in shared.items() for rank in of):
+        received[rank] += needs(documents.span(d, shared[d][rank]))
+    for d in sorted(shared, key=lambda d: documents.areas[d]):
+        tokens = {rank: sum(b - a for a, b in runs) for rank, runs in shared[d].items()}
+        for rank, runs in shared[d].items():
+            area[rank] -= sum(documents.area(a, b) for a, b in runs)
+            received[rank] -= needs(documents.span(d, runs))
+        level = (documents.areas[d] + sum(area[rank] for rank in tokens)) / len(tokens)
+        mean = documents.areas[d] / documents.sizes[d]
+        # What is left for the last ones has the mean work.
+        unlike = {rank: abs((level - area[rank]) / n - mean) for rank, n in tokens.items()}
+        order = sorted(tokens, key=lambda rank: (received[rank], -unlike[rank], rank))
+        goals = [round(level - area[rank]) for rank in order]
+        pieces = mixed(documents, *documents.halves(d, coarse), [tokens[r] for r in order], goals)
+        for rank, own in zip(order, pieces, strict=True):
+            found[rank] = [piece for piece in found[rank] if piece[0] != d] + own
+            area[rank] += sum(documents.area(a, b) for _, a, b in own)
+            received[rank] += needs(documents.span(d, [piece[1:] for piece in own]))
+    return found
 
 
 class _Packing:
@@ -229,7 +270,8 @@ class _Packing:
                 tokens[rank] = tokens.get(rank, 0) + more
                 left -= more
         counts = {rank: count for rank, count in tokens.items() if count}
-        pieces = shares(self._documents, d, list(counts.values()), self._coarse)
+        halves = self._documents.halves(d, self._coarse)
+        pieces = mixed(self._documents, *halves, [*counts.values()])
         for rank, own in zip(counts, pieces, strict=True):
             self._give(rank, own)
 

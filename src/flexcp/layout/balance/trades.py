@@ -36,7 +36,7 @@ def improve(deal: Deal, most: float = math.inf) -> None:
     stuck: set[tuple[int, bool]] = set()  # they are asked again once changed, or all else is stuck
     made: set[tuple[int, int, Pieces, Pieces]] = set()
     changed, tries = False, deal.objective.tries
-    fine = 2 * tries**2  # trades once work is even enough for documents that stay whole
+    fine = tries**3  # trades once work is even enough for documents that stay whole
     for _ in range(tries * len(deal.shares)):
         whole = len(deal.documents) > 1 and not deal.objective.beside
         fine -= whole and deal.imbalance() <= deal.objective.enough
