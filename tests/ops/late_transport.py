@@ -17,7 +17,7 @@ from flexcp.comm.simulated import SimulatedMesh
 
 def bits(x):
     """Numbers that differ if anything does, also between NaNs."""
-    return x.detach().clone().view(torch.uint8)
+    return x.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def bounds(x):

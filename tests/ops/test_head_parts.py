@@ -177,18 +177,26 @@ def test_the_next_part_is_on_its_way_before_one_is_computed(monkeypatch):
     noted(Swap, "to_heads", "in")
     noted(Swap, "to_rows", "out")
     noted(FlashKernel, "forward", "compute")
+    noted(FlashKernel, "backward", "compute")
 
     def rank(mesh):
-        plan = in_parts(mesh, "ulysses", 8, 8, 60)
-        x = plan.shard(torch.randn(2, 8, 60, 8, dtype=torch.float64), 2)
-        flexcp.attention(x, x, x, plan)
+        documents = masks.causal() & masks.document(lengths=[12, 30, 18])
+        plan = in_parts(mesh, "ulysses", 8, 8, 60, documents, layout="head_tail")
+        x = plan.shard(torch.randn(2, 8, 60, 8, dtype=torch.float64), 2).requires_grad_()
+        out = flexcp.attention(x, x, x, plan)
+        events[threading.get_ident()].append("backward")
+        out.sum().backward()
 
     testing.simulate(rank, 2)
     each = ["in", "in"]  # K and V, then q
     own = ["compute"]  # own rows with own keys, which are here already
     middle = [*own, *each, "compute", "out", "out"]
     last = [*own, "compute", "out", "out"]
-    assert list(events.values()) == [[*each, *middle, *middle, *middle, *last]] * 2
+    forward = [*each, *middle, *middle, *middle, *last]
+    given, first = ["in"], ["compute"]  # gradients of the output; own pairs of the first part
+    middle = [*given, "compute", "out", "out"]
+    backward = [*given, *first, *middle, *middle, *middle, *last[1:], *own, *own, *own]
+    assert list(events.values()) == [[*forward, "backward", *backward]] * 2
 
 
 SLOW = Machine("slow", 2e10, 1, 6e8, 5e7, 1e-3, 2e-4, 1e-4)

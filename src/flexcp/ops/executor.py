@@ -214,13 +214,13 @@ def run_forward(
         out, lse = former.out, former.lse
     for round_ in fetched(rounds, transport, labels, meanwhile, before_waiting):
         for b, keys, values, shapes in round_.work:
-            former = None
+            so_far = None
             if b is not None:
                 if out is None:
                     out, lse = nothing_seen(q, v)
-                former = Partial(out.narrow(0, b, 1), lse.narrow(0, b, 1))
+                so_far = Partial(out.narrow(0, b, 1), lse.narrow(0, b, 1))
             elif out is not None:
-                former = Partial(out, lse)
+                so_far = Partial(out, lse)
             found = kernel.kernel.forward(
                 q if b is None else q.narrow(0, b, 1),
                 keys,
@@ -228,7 +228,7 @@ def run_forward(
                 shapes,
                 scale=kernel.scale,
                 score_mod=kernel.score_mod(b),
-                former=former,
+                former=so_far,
                 dropout=kernel.dropout_of(b),
             )
             if out is None:
@@ -252,15 +252,11 @@ def _as_elements(x: Tensor, batch: int) -> Tensor:
     return apart.transpose(0, 1)
 
 
-def nothing_seen(q: Tensor, v: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries that have seen no key yet, in the accumulation type.
-
-    Of all of `q`, or of so many rows.
-    """
+def nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that have seen no key yet, in the accumulation type."""
     dtype = accumulation_dtype(q.dtype)
-    shape = (*q.shape[:2], q.shape[2] if rows is None else rows)
-    out = torch.zeros(*shape, v.shape[3], dtype=dtype, device=q.device)
-    return out, torch.full(shape, -torch.inf, dtype=dtype, device=q.device)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
+    return out, torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
 
 
 def _nothing_kept(program: RankProgram, k: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ views of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexcp.comm import Pending
 from flexcp.kernels.compiled_shapes import CompiledShapes
+from flexcp.kernels.merge import accumulation_dtype
 from flexcp.ops.program import RankProgram, Round, Source
 
 Gather = tuple[Tensor, Tensor, Tensor]
@@ -205,11 +206,22 @@ class RowsOnTheirWay:
     shared: bool
     """Whether several members, or several parts, may have the same head."""
 
+    def with_own(self, place: int, own: Tensor) -> RowsOnTheirWay:
+        """The same, but for what comes of this rank itself: [B, heads, rows, D], of its own heads.
+
+        What is summed keeps the type that it is given in.
+        """
+        pieces = list(self.pieces)
+        rows = own.permute(2, 0, 1, 3)
+        pieces[place] = rows if self.shared else rows.to(pieces[place].dtype)
+        return replace(self, pieces=tuple(pieces))
+
 
 def whole_rows(moving: Sequence[RowsOnTheirWay]) -> Tensor:
     """[B, heads, rows, D] All heads, from those of every part, once they are here.
 
-    A head that several ranks had is summed, in the order of parts and ranks.
+    A head that several ranks had is summed, in the order of parts and ranks, and rounded once: what
+    is summed comes in the accumulation type.
     """
     pieces = []
     for part in moving:
@@ -220,7 +232,10 @@ def whole_rows(moving: Sequence[RowsOnTheirWay]) -> Tensor:
         return torch.cat(pieces, dim=1)
     b, _, rows, d = pieces[0].shape
     shape = (b, one.num_heads, rows, d)
-    total = pieces[0].new_zeros(shape) if one.shared else pieces[0].new_empty(shape)
+    if one.shared:
+        total = pieces[0].new_zeros(shape, dtype=accumulation_dtype(pieces[0].dtype))
+    else:
+        total = pieces[0].new_empty(shape)
     for first, piece in zip((n for part in moving for n in part.first_heads), pieces, strict=True):
         place = total.narrow(1, first, piece.shape[1])
         if one.shared:

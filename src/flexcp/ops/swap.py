@@ -27,7 +27,7 @@ from flexcp.ops.program import RankPrograms
 from flexcp.ops.rows import HeadsOnTheirWay, RowsOnTheirWay, whole_rows
 from flexcp.ops.work import OwnPairs
 from flexcp.schedule import Schedule
-from flexcp.schedule.heads import HeadSlice
+from flexcp.schedule.heads import HeadSlice, are_even
 
 _SWAPS = 4
 """Labels of a part's swaps in one pass."""
@@ -165,26 +165,17 @@ class Swap:
 
     @cached_property
     def _even_q(self) -> bool:
-        return _are_even(self._slices(kv=False), self.num_heads)
+        return are_even(self._slices(kv=False), self.num_heads)
 
     @cached_property
     def _even_kv(self) -> bool:
-        return _are_even(self._slices(kv=True), self.num_kv_heads)
+        return are_even(self._slices(kv=True), self.num_kv_heads)
 
     @cached_property
     def _kv_index(self) -> Tensor | None:
         """int64 The kv head of each of the own ones, if the kernel needs them repeated."""
         each = self.heads[self.place].shared_kv(self.num_heads, self.num_kv_heads)
         return None if each is None else torch.tensor(each)
-
-
-def _are_even(slices: Sequence[range], heads: int) -> bool:
-    """Whether each is as far into its share of the heads as the first, and as long."""
-    share, rest = divmod(heads, len(slices))
-    return rest == 0 and all(
-        len(s) == len(slices[0]) and s.start - i * share == slices[0].start
-        for i, s in enumerate(slices)
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,23 +202,30 @@ class HeadPart:
 
     @property
     def own_pairs(self) -> OwnPairs | None:
-        """What can be computed before rows are swapped for heads, if anything can."""
+        """What can be computed before rows are swapped for heads, if anything can.
+
+        The rounds have left it out.
+        """
         return self.programs.own_pairs if 0 not in self.heads else None
 
     def own_forward(self, q: Tensor, k: Tensor, v: Tensor) -> Partial | None:
-        """Results for the group's rows, of which only own ones have seen anything: own keys."""
+        """Results for own rows and heads, from own keys."""
         own, swap, kernel = self.own_pairs, _swap_of(self), self.kernel
         if own is None or 0 in q.shape:
             return None
         q, k, v = swap.own_heads(q), *(swap.own_heads(x, kv=True) for x in (k, v))
-        out, lse = nothing_seen(q, v, sum(swap.rows))
-        place = own.first, own.rows
-        kernel.kernel.forward(
+        return kernel.kernel.forward(
             q, swap.own_keys(k), swap.own_keys(v), own.shapes,
-            scale=kernel.scale, score_mod=kernel.score_mod(None),
-            former=Partial(out.narrow(2, *place), lse.narrow(2, *place)),
-            dropout=kernel.dropout_of(None),
+            scale=kernel.scale, score_mod=kernel.score_mod(None), dropout=kernel.dropout_of(None),
         )  # fmt: skip
+
+    def among_the_group(self, seen: Partial | None, q: Tensor, v: Tensor) -> Partial | None:
+        """Results for the group's rows, of which own ones alone have seen anything yet."""
+        if seen is None or self.own_pairs is None:
+            return None
+        out, lse = nothing_seen(q, v)
+        out.narrow(2, self.own_pairs.first, self.own_pairs.rows).copy_(seen.out)
+        lse.narrow(2, self.own_pairs.first, self.own_pairs.rows).copy_(seen.lse)
         return Partial(out, lse)
 
     def own_backward(
@@ -300,7 +298,7 @@ def swapped_forward(
             part.kernel,
             *inputs,
             labels.of_part(number),
-            former=seen.pop(number),
+            former=part.among_the_group(seen.pop(number), *inputs[::2]),
             meanwhile=fetch_next,
             before_waiting=partial(see_own, number + 1),
         )
@@ -345,9 +343,10 @@ def swapped_backward(
             given.append((out, from_lse))
 
     fetch_next()
-    # The last swaps are the longest: one part at most is not computed meanwhile.
+    # What is left for the last swaps, which are the longest: own pairs of all parts but the first.
     first = [parts[0].own_backward(swapped[0], grads, captured)] if len(parts) > 1 else []
     grads_kv, grads_q = [], []
+    kept: list[tuple[Tensor, Tensor] | None] = []
     for number, part in enumerate(parts):
         swap = _swap_of(part)
         if not given:
@@ -366,8 +365,10 @@ def swapped_backward(
             captured=captured,
             meanwhile=fetch_next,
         )
-        both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1)).to(q.dtype)
-        label = _SWAPS * number + 2
+        both = swap.own_keys_gradient(torch.cat([grad_k, grad_v], dim=-1))
+        apart = part.own_pairs
+        kept.append(None if apart is None else (apart.of_group(grad_q), apart.of_group(both)))
+        label, both = _SWAPS * number + 2, both.to(q.dtype)
         grads_kv.append(swap.to_rows(both, label=labels.round("swap", label), kv=True))
         label += 1
         grads_q.append(swap.to_rows(grad_q.to(q.dtype), label=labels.round("swap", label)))
@@ -375,11 +376,14 @@ def swapped_backward(
         part.own_backward(swapped[number], grads, captured)
         for number, part in islice(enumerate(parts), len(first), None)
     ]
+    for number, (found, of_rounds) in enumerate(zip(own, kept, strict=True)):
+        if found is None or of_rounds is None:
+            continue
+        place = _swap_of(parts[number]).place
+        own_q, own_kv = (x.add_(y) for x, y in zip(of_rounds, found, strict=True))
+        grads_q[number] = grads_q[number].with_own(place, own_q)
+        grads_kv[number] = grads_kv[number].with_own(place, own_kv)
     grad_q, both, d = whole_rows(grads_q), whole_rows(grads_kv), saved.k.shape[3]
-    for part, found in zip(parts, own, strict=True):
-        if found is not None:
-            _swap_of(part).own_heads(grad_q).add_(found[0])
-            _swap_of(part).own_heads(both, kv=True).add_(found[1])
     return grad_q, both[..., :d], both[..., d:]
 
 

@@ -12,6 +12,7 @@ from flexcp.grid import BlockGrid
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.interface import Shapes
 from flexcp.kernels.key_ranges import key_ranges_of
+from flexcp.kernels.mask_kinds import mask_kind
 from flexcp.kernels.shapes import placed_together, shapes_from_ranges
 from flexcp.layout import Layout
 from flexcp.schedule import Schedule
@@ -48,6 +49,10 @@ class OwnPairs:
     shapes: CompiledShapes
     """What to compute, in its own rows and keys."""
 
+    def of_group(self, x: Tensor) -> Tensor:
+        """Its rows of a tensor of all rows of the group, [B, heads, rows, D], copied."""
+        return x.narrow(2, self.first, self.rows).clone()
+
     def keys_left(self, keys: Tensor) -> list[tuple[int, int]]:
         """Stretches of keys, which ascend, that are not its own: (first, last + 1)."""
         is_own = torch.isin(keys, self.positions, assume_unique=True)
@@ -76,8 +81,9 @@ class WorkFinder:
     def own_pairs(self, layout: Layout, members: range, rank: int) -> OwnPairs | None:
         """Own rows with own keys, to be computed apart; None if that is left to the rounds.
 
-        It is where there are none, where batch elements have layouts of their own, and where own
-        rows are scattered.
+        It is where there are none, where batch elements have layouts of their own, where own rows
+        are scattered, and where own pairs are a rectangle, a triangle or a band: so are the group's
+        then, mostly, and faster as a whole.
         """
         positions = layout.positions(rank)
         if self._elements > 1 or positions.numel() == 0:
@@ -86,7 +92,7 @@ class WorkFinder:
         if bool((steps <= 0).any()) or int((steps > 1).sum()) >= _MOST_STRETCHES:
             return None
         shapes = self._shapes(0, positions, positions)
-        if not _has_pairs(shapes):
+        if mask_kind(shapes) not in ("documents", "arbitrary"):
             return None
         first = int(layout.counts[members.start : rank].sum())
         return OwnPairs(first, positions.numel(), positions, CompiledShapes(shapes))

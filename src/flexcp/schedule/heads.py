@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexcp.errors import FlexCPError
@@ -63,6 +64,19 @@ def split_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadSlic
         kv = range(q.start // ratio, -(-q.stop // ratio)) if len(q) else range(0)
         slices.append(HeadSlice(q, kv))
     return tuple(slices)
+
+
+def are_even(slices: Sequence[range], heads: int) -> bool:
+    """Whether each is as far into its share of the heads as the first, and as long.
+
+    >>> are_even([range(1, 2), range(3, 4)], 4), are_even([range(0, 1), range(3, 4)], 4)
+    (True, False)
+    """
+    share, rest = divmod(heads, len(slices))
+    return rest == 0 and all(
+        len(s) == len(slices[0]) and s.start - i * share == slices[0].start
+        for i, s in enumerate(slices)
+    )
 
 
 def require_heads(num_heads: int, num_kv_heads: int) -> None:

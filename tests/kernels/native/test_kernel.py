@@ -11,7 +11,7 @@ import flexcp
 from flexcp import FlexCPError, Mask, masks, testing
 from flexcp.kernels.compiled_shapes import CompiledShapes
 from flexcp.kernels.dropout import Dropout
-from flexcp.kernels.interface import causal_shapes
+from flexcp.kernels.interface import causal_shapes, full_shapes
 from flexcp.kernels.native.kernel import NativeKernel
 from flexcp.kernels.native.library import TILE
 from flexcp.kernels.reference import dense_attention
@@ -50,6 +50,25 @@ def test_results_and_gradients_are_the_oracles(
     assert_close(found.max_scores, expected.max_scores, dtype=torch.float32, what="largest")
     for what, actual, wanted in zip("qkv", (back.q, back.k, back.v), grads, strict=True):
         assert_close(actual, wanted, dtype=torch.float32, what=f"d{what}", factor=2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "rows", "keys"), [
+    (0, 2, 64, 64), (0, 0, 64, 64), (4, 2, 0, 64), (4, 2, 64, 0)
+])  # fmt: skip
+def test_nothing_is_computed_of_nothing(
+    native: NativeKernel, heads: int, kv_heads: int, rows: int, keys: int
+) -> None:
+    q = torch.randn(1, heads, rows, 8)
+    k, v = torch.randn(2, 1, kv_heads, keys, 8)
+    compiled = CompiledShapes(full_shapes(rows, keys))
+    found = native.forward(q, k, v, compiled, scale=1.0)
+    assert not found.out.any()
+    back = native.backward(
+        torch.ones_like(found.out), q, k, v, found.out, found.lse, compiled, scale=1.0
+    )
+    for x, of in ((back.q, q), (back.k, k), (back.v, v)):
+        assert x.shape == of.shape
+        assert not x.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -137,16 +137,16 @@ struct Tasks {
     int64_t heads;  // key heads at once
     int64_t shares, threads;
     int64_t places;  // of a task's sums
+    int64_t group;  // query heads of a key head
     int64_t lines;  // of a block: those of a sweep, or one if it has no more than the heads of a line
 
     Tasks(const Call& c, int64_t packed_bytes, int64_t swept)
         : heads(heads_at_once(c, packed_bytes, 1, 1)), threads(c.threads),
-          places(ceil_div(c.kv_len, TILE)),
-          lines(std::max<int64_t>(swept * c.kv_heads / c.heads, 1)) {
+          places(ceil_div(c.kv_len, TILE)), group(c.heads / c.kv_heads),
+          lines(std::max<int64_t>(swept / std::max<int64_t>(group, 1), 1)) {
         shares = shares_of(c, heads, Sums::floats(c, places));
         if (shares > 1) return;
         places = 0;
-        const int64_t group = c.heads / c.kv_heads;
         for (int64_t n = 0; n < (planes_of(c) == 1 ? 1 : c.batch * c.kv_heads); n++) {
             const int64_t h0 = n % c.kv_heads * group;
             lives.emplace_back(c, n / c.kv_heads, h0, h0 + group, lines);
