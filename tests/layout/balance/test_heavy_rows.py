@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
 
 from flexcp import BlockGrid, Mask, build_block_grid, masks
-from flexcp.layout import Layout, area_per_rank, balanced
+from flexcp.layout import Layout, area_per_rank, balanced, rows_needed
 from flexcp.layout.work import Work
 from flexcp.plan.imbalance_bound import imbalance_bound
 
@@ -60,6 +61,21 @@ def test_documents_with_a_few_rows_that_see_everything_are_even():
         (masks.document(lengths=lengths) & masks.causal()) | masks.global_tokens(3), 32_000
     )
     assert_as_even_as_can_be(grid, 24)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_see_everything_stay_on_few_ranks_where_work_is_even_so(seed):
+    """Dealt out to all ranks, they would make each receive nearly all rows."""
+    draw, tokens, lengths = random.Random(seed), 1 << 16, []
+    while sum(lengths) < tokens:
+        length = draw.choice([512, 1024, 1536, 3072, 4096])
+        lengths.append(min(tokens - sum(lengths), length))
+    local = masks.document(lengths=lengths) & masks.block_causal(256)
+    grid = build_block_grid(local | masks.global_tokens(128), tokens)
+    layout = balanced([grid], 32)
+    areas = area_per_rank([grid], layout).double()
+    assert float(areas.max() / areas.mean()) <= 1.02
+    assert int(rows_needed([grid], layout).counts(32).sum()) <= 0.3 * 32 * tokens
 
 
 def test_elements_of_a_batch_keep_equal_counts():

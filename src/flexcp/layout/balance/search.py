@@ -126,7 +126,7 @@ def _of_work(
     if dense and best.imbalance() > (objective.enough if many else objective.good):
         other = deal(ways.in_order(documents, counts, dense))
         improve(other)
-        best = min(best, other, key=lambda deal: max(deal.imbalance(), objective.good))
+        best = min(best, other, key=lambda d: (max(d.imbalance(), objective.enough), d.price()))
     if plain and even and plain.price <= best.price() * objective.good:
         return _layout(plain.parts, work.seq_len)
     parts = best.parts()
