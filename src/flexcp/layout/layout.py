@@ -188,9 +188,8 @@ class Layout:
                 f"a rank between 0 and {self.ranks - 1}", quote(rank), "see layout.ranks"
             )
         at = self.rank == rank
-        start, stop = self.start[at], self.stop[at]
-        run, offset = expand(stop - start)
-        return start[run] + offset
+        run, offset = expand((self.stop - self.start)[at])
+        return self.start[at][run] + offset
 
     @property
     def order(self) -> Tensor:

@@ -107,13 +107,15 @@ def _of_work(
     coarse = max(1, round(min(room) * objective.small))
     for filler, level in ways.packings(documents, objective, mean) if many else ():
         new = seed(ways.whole_documents(documents, room, objective, filler, even=level))
-        level_too = seed(ways.levelled(documents, new.parts, coarse))
-        new = level_too if level_too.if_even * objective.enough < new.if_even else new
         # Alone, one that is to be made even later has to be clearly cheaper.
         if level or count > 1 or new.if_even * objective.enough < min(s.if_even for s in seeds):
             seeds += [new] if all(new.parts != s.parts for s in seeds) else []
         if new.if_even <= objective.good * mean:
             break
+    near = (1 + objective.small) * min((s.if_even for s in seeds), default=0.0)
+    for i, old in enumerate(seeds):
+        new = seed(ways.levelled(documents, old.parts, coarse)) if old.if_even <= near else old
+        seeds[i] = new if new.if_even * objective.enough < old.if_even else old
     chosen = sorted(seeds, key=lambda s: s.if_even)[:count]
     if not chosen or chosen[0].if_even > (1 + objective.small) * mean:
         chosen.append(seed(ways.two_ended(documents, counts, objective)))

@@ -125,12 +125,12 @@ def levelled(documents: Documents, parts: Parts, coarse: int) -> Parts:
     So small documents may stay whole however much their work differs. Who receives least of other
     documents gets the first cut, which ends last and so sees most.
     """
-    found: Parts = [list(part) for part in parts]
     shared: dict[int, dict[int, list[Run]]] = {}
     for rank, part in enumerate(parts):
         for d, a, b in sorted(part):
             shared.setdefault(d, {}).setdefault(rank, []).append((a, b))
     shared = {d: of for d, of in shared.items() if len(of) > 1}
+    found = [[piece for piece in part if piece[0] not in shared] for part in parts]
     area = [sum(documents.area(a, b) for _, a, b in part) for part in parts]
     received = [0] * len(parts)
     for rank, d in ((rank, d) for d, of in shared.items() for rank in of):
@@ -141,14 +141,13 @@ def levelled(documents: Documents, parts: Parts, coarse: int) -> Parts:
             area[rank] -= sum(documents.area(a, b) for a, b in runs)
             received[rank] -= needs(documents.span(d, runs))
         level = (documents.areas[d] + sum(area[rank] for rank in tokens)) / len(tokens)
-        mean = documents.areas[d] / documents.sizes[d]
-        # What is left for the last ones has the mean work.
+        mean = documents.areas[d] / documents.sizes[d]  # which the last ones get
         unlike = {rank: abs((level - area[rank]) / n - mean) for rank, n in tokens.items()}
         order = sorted(tokens, key=lambda rank: (received[rank], -unlike[rank], rank))
         goals = [round(level - area[rank]) for rank in order]
         pieces = mixed(documents, *documents.halves(d, coarse), [tokens[r] for r in order], goals)
         for rank, own in zip(order, pieces, strict=True):
-            found[rank] = [piece for piece in found[rank] if piece[0] != d] + own
+            found[rank] += own
             area[rank] += sum(documents.area(a, b) for _, a, b in own)
             received[rank] += needs(documents.span(d, [piece[1:] for piece in own]))
     return found
