@@ -87,6 +87,8 @@ def test_layouts_keep_the_order_in_which_a_rank_stores_its_tokens():
     ("make", "words"),
     [
         (lambda: Layout.of_runs([[(0, 4)], [(3, 8)]]), "each of 8 rows once"),
+        (lambda: Layout.of_runs([[(0, 4.5)], [(4.5, 8)]]), "pairs of integers for each rank"),
+        (lambda: Layout.of_runs([[(False, True)], [(True, 2)]]), "pairs of integers for each rank"),
         (lambda: Layout.of_runs([[(0, 4)], [(5, 8)]]), "each of 8 rows once"),
         (lambda: Layout.of_runs([[(0, 4)]], seq_len=6), "each of 6 rows once"),
         (lambda: contiguous(8, 2).positions(2), "rank between 0 and 1"),

@@ -66,7 +66,8 @@ class Layout:
     ) -> Layout:
         """From (start, stop) pairs of positions for each rank."""
         try:
-            table = [(r, a, b) for r, own in enumerate(runs) for a, b in own if a != b]
+            pairs = [(r, as_whole(a), as_whole(b)) for r, own in enumerate(runs) for a, b in own]
+            table = [(r, a, b) for r, a, b in pairs if a != b or a is None]
             rank, start, stop = torch.tensor(table, dtype=torch.int64).reshape(-1, 3).unbind(1)
         except Exception:  # torch's own, or of an object's own
             raise FlexCPError(

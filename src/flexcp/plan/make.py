@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from flexcp.errors import FlexCPError, as_whole, did_you_mean, quote, require, whole_number
+from flexcp.errors import (
+    FlexCPError,
+    as_whole,
+    did_you_mean,
+    finite_number,
+    quote,
+    require,
+    whole_number,
+)
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.analysis.measured import IndexOutsideError
 from flexcp.grid.memo import grid_of_mask
@@ -153,14 +161,8 @@ def _share(name: str, value: object, most: float) -> float | None:
     """A number that is given, or None."""
     if value is None:
         return None
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= most:  # type: ignore[operator]
-        raise FlexCPError(
-            f"{name} to be a number from 0 to {most:g}",
-            quote(value),
-            f"leave {name} out, or pass a number within these bounds",
-        )
-    return float(value)  # type: ignore[arg-type]
+    fix = f"leave {name} out, or pass a number within these bounds"
+    return finite_number(name, value, fix=fix, least=0.0, most=most)
 
 
 _MOST_FLOPS = 2.0**60

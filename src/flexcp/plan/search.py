@@ -84,11 +84,12 @@ def _add_shared_by_groups(problem: Problem, loads: LayoutLoads, found: list[Cand
     """
     if problem.ranks.size <= problem.machine.ranks_per_node and _is_near_bound(found):
         return  # nor do nodes exchange anything
-    sizes = [n for n in _group_sizes(problem) if n < problem.ranks.size]
+    # One group of all ranks is tried before, but for the rest of the model.
+    told, most = not problem.flops_per_token, problem.ranks.size
+    sizes = [n for n in _group_sizes(problem) if n < most or not told]
     least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in sizes}
     sizes = [n for n in sizes if _may_be_chosen(problem, least[n], n, found)]
     likely = {n: _least_price(problem, loads, n, rows=True) for n in sizes}
-    told = not problem.flops_per_token
     near = _TUNED.even * min(likely.values(), default=0.0)
 
     def first(n: int) -> tuple[bool, float]:

@@ -83,15 +83,14 @@ class Deal:
             self._recount(share)
 
     def _settle(self) -> None:
-        """Gives ranks with too few tokens light ends of those with most."""
-        for low in range(len(self.shares)):
-            share = self.shares[low]
-            while share.tokens < self.bounds[low][0]:
-                high = max(range(len(self.shares)), key=lambda r: (self.shares[r].tokens, -r))
-                giver = self.shares[high]
-                rows = min(self.bounds[low][0] - share.tokens, giver.tokens - self.bounds[high][0])
+        """Gives ranks with too few tokens light ends of those with most to spare."""
+        for share in self.shares:
+            while (few := self.bounds[share.rank][0] - share.tokens) > 0:
+                spare = [s.tokens - self.bounds[s.rank][0] for s in self.shares]
+                giver = self.shares[spare.index(max(spare))]
                 longest = max(b - a for _, (_, a, b) in giver.by_area)
-                end = self.light_end(giver, min(rows, longest - 1), (), ())
+                rows = min(few, max(spare), longest - 1)
+                end = self.light_end(giver, rows, (), ()) if rows > 0 else None
                 end = end or min((piece for _, piece in giver.by_area), key=lambda p: p[2] - p[1])
                 self._change(giver, (end,), ())
                 self._change(share, (), (end,))
