@@ -88,8 +88,7 @@ class Deal:
             while (few := self.bounds[share.rank][0] - share.tokens) > 0:
                 spare = [s.tokens - self.bounds[s.rank][0] for s in self.shares]
                 giver = self.shares[spare.index(max(spare))]
-                longest = max(b - a for _, (_, a, b) in giver.by_area)
-                rows = min(few, max(spare), longest - 1)
+                rows = min(few, max(spare), max(b - a for _, (_, a, b) in giver.by_area) - 1)
                 end = self.light_end(giver, rows, (), ()) if rows > 0 else None
                 end = end or min((piece for _, piece in giver.by_area), key=lambda p: p[2] - p[1])
                 self._change(giver, (end,), ())

@@ -112,7 +112,8 @@ def _of_work(
             seeds += [new] if all(new.parts != s.parts for s in seeds) else []
         if new.if_even <= objective.good * mean:
             break
-    near = (1 + objective.small) * min((s.if_even for s in seeds), default=0.0)
+    # Where tokens are work too, counts make up for it.
+    near = min((s.if_even for s in seeds if not work.per_token), default=0) * (1 + objective.small)
     for i, old in enumerate(seeds):
         new = seed(ways.levelled(documents, old.parts, coarse)) if old.if_even <= near else old
         seeds[i] = new if new.if_even * objective.enough < old.if_even else old
