@@ -18,9 +18,9 @@ from flexcp.ops.program import RankPrograms
 LENGTH = 240
 
 
-def programs(mask, layout, heads=1):
+def programs(mask, layout):
     """What every rank does of a group that shares all heads."""
-    grid = flexcp.build_block_grid(mask, LENGTH, block_size=16, heads=heads)
+    grid = flexcp.build_block_grid(mask, LENGTH, block_size=16)
     plan = flexcp.make_plan(
         mask, LENGTH, layout.ranks, layout=layout, schedule="ulysses", block_size=16,
         num_heads=4, head_dim=8,

@@ -223,9 +223,8 @@ class Layout:
             return whole.index_select(dim, self.restore_index.to(whole.device))
         batch_dim = self._require_batch_dim(whole, dim, batch_dim)
         order = self.order
-        index = torch.empty_like(order).scatter_(
-            1, order, torch.arange(self.seq_len).expand_as(order)
-        )
+        every = torch.arange(self.seq_len).expand_as(order)
+        index = torch.empty_like(order).scatter_(1, order, every)
         return _by_element(whole, dim, index.to(whole.device), batch_dim)
 
     restore = unshard

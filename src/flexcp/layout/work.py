@@ -48,9 +48,8 @@ class Work:
         `pairs_per_token` is what a token of one batch element is besides attention.
         """
         _require_alike(grids)
-        chosen = [
-            g.planes.of if element is None else g.planes.of[element : element + 1] for g in grids
-        ]
+        every = [g.planes.of for g in grids]
+        chosen = every if element is None else [of[element : element + 1] for of in every]
         if heads is not None:
             chosen = [of[:, heads.start : heads.stop] for of in chosen]
         weights = tuple(

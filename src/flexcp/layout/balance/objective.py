@@ -69,6 +69,10 @@ class Objective:
         """Price over the lower bound at which the search stops."""
         return 1.0 + self.worth
 
+    def judged_together(self, rows: int) -> int:
+        """How many rows of a rank that has so many are judged together."""
+        return max(1, round(rows * self.small))
+
     def of_rank(self, area: Any, rows: Any, pieces: Any, larger: Any = max) -> Any:
         """The price of one rank, its pairs and rows that it waits for; or of many, as vectors."""
         wire = rows * self.pairs_per_row

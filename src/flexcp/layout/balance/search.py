@@ -104,8 +104,8 @@ def _of_work(
     if plain and even and plain.price <= objective.good * mean:
         return _layout(plain.parts, work.seq_len)
     seeds, count = list[ways.Seed](), max(1, objective.tries**2 // ranks)
-    coarse = max(1, round(min(room) * objective.small))
-    for filler, level in ways.packings(documents, objective, mean) if many else ():
+    coarse = objective.judged_together(min(room))
+    for filler, level in ways.packings(documents, objective) if many else ():
         new = seed(ways.whole_documents(documents, room, objective, filler, even=level))
         # Alone, one that is to be made even later has to be clearly cheaper.
         if level or count > 1 or new.if_even * objective.enough < min(s.if_even for s in seeds):

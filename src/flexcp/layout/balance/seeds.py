@@ -86,21 +86,19 @@ def whole_documents(
     return _Packing(documents, counts, objective, filler).packed(tails=filler > 0, even=even)
 
 
-def packings(
-    documents: Documents, objective: Objective, mean: float
-) -> tuple[tuple[float, bool], ...]:
+def packings(documents: Documents, objective: Objective) -> tuple[tuple[float, bool], ...]:
     """Fillers: none, the lightest rows, or between those and light ones; and if it is to be even.
 
     Ranks with heavy rows are filled with all that is lighter than the mean; the last with least. Or
-    with documents that are no more than the `mean` work of a rank, as they are on average.
+    with documents that are no more than the mean work of a rank, as they are on average.
     """
     rows = documents.work.seq_len
     lightest = documents.lightest(objective.small * rows)
     light = documents.lightest(rows, below=documents.total / max(1, rows))
-    small = [d for d, area in enumerate(documents.areas) if area <= mean]
+    small = [d for d, area in enumerate(documents.areas) if area <= objective.mean]
     whole = sum(documents.areas[d] for d in small) / max(1, sum(documents.sizes[d] for d in small))
-    middle = (lightest + light) / 2
-    return (0.0, True), (lightest, True), (middle, True), (middle, False), (whole, True)
+    between = (((lightest + light) / 2, even) for even in (True, False))
+    return (0.0, True), (lightest, True), *between, (whole, True)
 
 
 def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
@@ -109,7 +107,7 @@ def two_ended(documents: Documents, counts: Sequence[int], objective: Objective)
     Documents follow each other, those with most work first, so that few are on many ranks. Under
     a causal mask this is the exact zigzag.
     """
-    coarse = max(1, round(min(counts) * objective.small))
+    coarse = objective.judged_together(min(counts))
     mean = documents.total / documents.work.seq_len
     heavy, light = [], []
     for d in sorted(range(len(documents)), key=lambda d: (-documents.areas[d], d)):
@@ -162,7 +160,7 @@ class _Packing:
         self._documents, self._small = documents, objective.small
         self._parts: Parts = [[] for _ in counts]
         self._most = max(1, *counts)
-        self._coarse = max(1, round(min(counts) * objective.small))
+        self._coarse = objective.judged_together(min(counts))
         self._filler, filled = filler, filler * documents.work.seq_len / len(counts)
         self._mean = max(documents.total / len(counts) - filled, 1e-9)
         self._limit = objective.enough * (self._mean + filled) - filled
