@@ -318,4 +318,4 @@ def unshard(x: Tensor, dim: int, layout: Layout, group: CPGroup) -> Tensor:
             "unshard the same kind of tensor with the same load balancer on every rank",
         )
     )
-    return layout.restore(gather_shards(x, dim, counts, group.pairs, call), dim)
+    return layout.unshard(gather_shards(x, dim, counts, group.pairs, call), dim)

@@ -112,7 +112,7 @@ class Layout:
         return cls(name, seq_len, len(rows), batch_elements, rank, start, stop)
 
     @classmethod
-    def stacked(cls, layouts: Sequence[Layout], *, name: str | None = None) -> Layout:
+    def stacked(cls, layouts: Sequence[Layout]) -> Layout:
         """A layout in which every batch element has its own, from a layout for each.
 
         >>> a = Layout.of_runs([[(0, 2)], [(2, 4)]])
@@ -138,9 +138,8 @@ class Layout:
         order = torch.argsort(rank, stable=True)
         start = torch.cat([x.start + b * first.seq_len for b, x in enumerate(layouts)])
         stop = torch.cat([x.stop + b * first.seq_len for b, x in enumerate(layouts)])
-        name = first.name if name is None else name
         runs = rank[order], start[order], stop[order]
-        return cls(name, first.seq_len, first.ranks, len(layouts), *runs)
+        return cls(first.name, first.seq_len, first.ranks, len(layouts), *runs)
 
     @property
     def rows(self) -> int:
@@ -199,9 +198,10 @@ class Layout:
 
     @cached_property
     def restore_index(self) -> Tensor:
-        """int64 [rows] Where each row is when the ranks' rows are put one after the other."""
-        order = torch.cat([self.rows_of(r) for r in range(self.ranks)])
-        return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+        """int64 [S] Where each position is in `order`; [B, S] if batch elements differ."""
+        order = self.order
+        every = torch.arange(self.seq_len).expand_as(order)
+        return torch.empty_like(order).scatter_(-1, order, every)
 
     def shard(self, x: Tensor, dim: int, rank: int, *, batch_dim: int = 0) -> Tensor:
         """A rank's rows of a full tensor; differentiable."""
@@ -218,14 +218,10 @@ class Layout:
         most = parts[0].dim()
         whole_number("batch_dim", batch_dim, at_least=-most, at_most=most - 1, fix=_BATCH)
         whole = torch.cat(list(parts), dim=dim)
-        dim = dim % whole.dim()
+        dim, index = dim % whole.dim(), self.restore_index.to(whole.device)
         if self.batch_elements == 1:
-            return whole.index_select(dim, self.restore_index.to(whole.device))
-        batch_dim = self._require_batch_dim(whole, dim, batch_dim)
-        order = self.order
-        every = torch.arange(self.seq_len).expand_as(order)
-        index = torch.empty_like(order).scatter_(1, order, every)
-        return _by_element(whole, dim, index.to(whole.device), batch_dim)
+            return whole.index_select(dim, index)
+        return _by_element(whole, dim, index, self._require_batch_dim(whole, dim, batch_dim))
 
     restore = unshard
     """Another name of `unshard`."""
@@ -305,7 +301,6 @@ def _require_integers(what: str, given: object, *, dims: tuple[int, ...]) -> Non
             raise FlexCPError(f"{what} as integers of {dims[-1]} dimensions at most", told, fix)
 
 
-_NAME = "pass what to call the layout"
 _BATCH = "pass batch_dim, the dimension of the batch, if it is not the first"
 
 
@@ -324,7 +319,7 @@ def _require_dim(x: Tensor, dim: int, size: int, meaning: str) -> int:
 
 
 def _require_partition(layout: Layout) -> None:
-    require("name", layout.name, str, _NAME)
+    require("name", layout.name, str, "pass what to call the layout")
     if layout.ranks < 1 or layout.batch_elements < 1:
         raise FlexCPError(
             "a layout for at least 1 rank, with at least 1 batch element",

@@ -135,7 +135,13 @@ def ptrr(
     tensor([0, 1, 6, 7])
     """
     seq_len, ranks = _require_sizes(seq_len, ranks)
-    block_size = _require_blocks(block_areas, seq_len, block_size)
+    block_size = whole_number("block_size", block_size, at_least=1, fix="pass block_size=128")
+    if tuple(block_areas.shape) != (blocks := -(-seq_len // block_size),):
+        raise FlexCPError(
+            f"the work of each of {blocks} blocks of {block_size} rows, for {seq_len} tokens",
+            f"shape {tuple(block_areas.shape)}",
+            "pass the areas of all blocks of rows, summed over batch elements and heads",
+        )
     order = torch.argsort(block_areas, descending=True, stable=True)
     if exact_counts and seq_len % block_size:
         last = order.numel() - 1
@@ -145,18 +151,6 @@ def ptrr(
     first = torch.arange(0, seq_len, block_size)
     edges = torch.cat([first, torch.full((1,), seq_len)])
     return _of_chunks("ptrr", seq_len, ranks, edges, owner)
-
-
-def _require_blocks(block_areas: Tensor, seq_len: int, block_size: object) -> int:
-    size = whole_number("block_size", block_size, at_least=1, fix="pass block_size=128")
-    blocks = -(-seq_len // size)
-    if tuple(block_areas.shape) != (blocks,):
-        raise FlexCPError(
-            f"the work of each of {blocks} blocks of {size} rows, for {seq_len} tokens",
-            f"shape {tuple(block_areas.shape)}",
-            "pass the areas of all blocks of rows, summed over batch elements and heads",
-        )
-    return size
 
 
 def _there_and_back(ranks: int) -> Tensor:

@@ -206,7 +206,7 @@ class Plan(GraphOwner):
         dim = self._dim_to_unshard(x, dim, batch_dim)
         call = self._agree_to_unshard(x, dim)
         parts = gather_shards(x, dim, self._counts, self.transport, call)
-        return self.layout.restore(parts, dim, batch_dim=batch_dim)
+        return self.layout.unshard(parts, dim, batch_dim=batch_dim)
 
     def _dim_to_unshard(self, x: Tensor, dim: int, batch_dim: int) -> int:
         """The dimension of the rows, counted from the front; else it raises on all ranks."""

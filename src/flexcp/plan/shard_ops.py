@@ -39,7 +39,7 @@ def scatter(x: Tensor, handle: Tensor, dim: int, rank: int, batch_dim: int, rows
     plan: Any = owner_of(handle, keep=True)
     counts = plan.layout.counts.tolist()
     parts = [x if r == rank else _with_rows(x, dim, n).zero_() for r, n in enumerate(counts)]
-    return _with_that_many(plan.layout.restore(parts, dim, batch_dim=batch_dim), dim, rows)
+    return _with_that_many(plan.layout.unshard(parts, dim, batch_dim=batch_dim), dim, rows)
 
 
 @scatter.register_fake

@@ -111,6 +111,10 @@ class Deal:
     def _of_rows(self) -> float:
         return self.objective.moved * self.objective.pairs_per_row * self.needs / len(self.shares)
 
+    def most_needed(self) -> int:
+        """Rows that the rank receives that receives most."""
+        return max([s.needs for s in self.shares])
+
     def imbalance(self) -> float:
         """Largest over mean work."""
         return max([s.area for s in self.shares]) / self.mean

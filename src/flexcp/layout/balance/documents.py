@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ class Documents:
     work: Work
     edges: list[int]
     """Where each document begins, and the end of the sequence."""
-    _halves: dict[Run, tuple[list[Run], list[Run]]] = field(default_factory=dict)
+    _halves: dict[tuple[Run, int], tuple[list[Run], list[Run]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Work) -> Documents:
@@ -53,14 +52,32 @@ class Documents:
         return int(self.rows[-1])
 
     @cached_property
+    def runs(self) -> list[Run]:
+        """Each document as a stretch of rows."""
+        return list(pairwise(self.edges))
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Rows of each document."""
-        return [b - a for a, b in pairwise(self.edges)]
+        return [b - a for a, b in self.runs]
 
     @cached_property
     def areas(self) -> list[int]:
         """Pairs of each document."""
         return cast("list[int]", np.diff(self.rows[self.edges]).tolist())
+
+    @cached_property
+    def by_density(self) -> list[Run]:
+        """Those with least work per row first."""
+        table = zip(self.areas, self.sizes, self.runs, strict=True)
+        return [run for _, run in sorted((area / max(1, size), run) for area, size, run in table)]
+
+    @cached_property
+    def light(self) -> RowQueue:
+        """Those with less work per row than the mean, in that order."""
+        mean = self.total / max(1, self.work.seq_len)
+        count = sum(a < mean * n for a, n in zip(self.areas, self.sizes, strict=True))
+        return RowQueue(self, self.by_density[: min(count, len(self) - 1)], from_end=False)
 
     @cached_property
     def rows(self) -> Any:
@@ -101,45 +118,27 @@ class Documents:
         """The document that a row is in."""
         return bisect_right(self.edges, row) - 1
 
-    def lightest(self, rows: float, below: float = math.inf) -> float:
-        """Mean work of a row of the lightest documents that have so many, each at most `below`."""
-        counted, area = 0, 0
-        for d in sorted(range(len(self)), key=lambda d: (self.areas[d] / self.sizes[d], d)):
-            over = self.areas[d] > below * self.sizes[d]
-            if counted and (over or counted + self.sizes[d] > rows):
-                break
-            counted += self.sizes[d]
-            area += self.areas[d]
-        return area / max(1, counted)
-
     def dense_rows(self, many: float) -> list[int]:
         """Rows with many times the work of the mean row."""
-        before, limit = self.rows, many * self.total / max(1, self.work.seq_len)
-        found: list[int] = []
-        for first in range(0, self.work.seq_len, 1 << 16):  # so few that they stay in the cache
-            rows = np.diff(before[first : first + (1 << 16) + 1])
-            found += (np.flatnonzero(rows > limit) + first).tolist()
+        limit = many * self.total / max(1, self.work.seq_len)
+        found: list[int] = np.flatnonzero(np.diff(self.rows) > limit).tolist()
         return found
 
-    def halves(self, document: int, coarse: int) -> tuple[list[Run], list[Run]]:
-        """Heavy and light rows of a document by their own mean; see `heavy_and_light`."""
-        key = document, coarse
-        if key not in self._halves:
-            mean = self.areas[document] / self.sizes[document]
-            self._halves[key] = self.heavy_and_light(document, coarse, mean)
-        return self._halves[key]
+    def halves(self, run: Run, coarse: int) -> tuple[list[Run], list[Run]]:
+        """Heavy and light rows of a stretch by their own mean; see `heavy_and_light`."""
+        if (run, coarse) not in self._halves:
+            mean = self.area(*run) / (run[1] - run[0])
+            self._halves[run, coarse] = self.heavy_and_light(run, coarse, mean)
+        return self._halves[run, coarse]
 
-    def heavy_and_light(
-        self, document: int, coarse: int, mean: float
-    ) -> tuple[list[Run], list[Run]]:
-        """The rows of a document with more than a mean work, last first; the others, first first.
+    def heavy_and_light(self, run: Run, coarse: int, mean: float) -> tuple[list[Run], list[Run]]:
+        """The rows of a stretch with more than a mean work, last first; the others, first first.
 
         `coarse` rows are judged together where single ones differ too often.
         """
-        begin, end = self.edges[document], self.edges[document + 1]
+        begin, end = run
         if end - begin <= coarse:
-            whole = [(begin, end)]
-            return (whole, []) if self.areas[document] > mean * (end - begin) else ([], whole)
+            return ([run], []) if self.area(begin, end) > mean * (end - begin) else ([], [run])
         before, size = self.rows[begin : end + 1], end - begin
         heavy = before[1:] - before[:-1] > mean
         edges = np.flatnonzero(heavy[1:] != heavy[:-1]) + 1
@@ -170,7 +169,7 @@ class RowQueue:
     """Stretches of rows in the order in which they are dealt out."""
 
     def __init__(self, documents: Documents, runs: list[tuple[int, int]], *, from_end: bool):
-        self._documents, self._runs, self._from_end = documents, runs, from_end
+        self._documents, self.runs, self._from_end = documents, runs, from_end
         self._tokens, self._areas = [0], [0]
         for start, stop in runs:
             self._tokens.append(self._tokens[-1] + stop - start)
@@ -183,7 +182,7 @@ class RowQueue:
         rest = rows - self._tokens[at]
         if rest == 0:
             return self._areas[at]
-        start, stop = self._runs[at]
+        start, stop = self.runs[at]
         part = (stop - rest, stop) if self._from_end else (start, start + rest)
         return self._areas[at] + self._documents.area(*part)
 
@@ -191,8 +190,8 @@ class RowQueue:
         """The rows from the first to the last to be dealt out, as stretches of the sequence."""
         found = []
         at = max(0, bisect_right(self._tokens, first) - 1)
-        while at < len(self._runs) and self._tokens[at] < last:
-            (start, stop), before = self._runs[at], self._tokens[at]
+        while at < len(self.runs) and self._tokens[at] < last:
+            (start, stop), before = self.runs[at], self._tokens[at]
             a, b = max(first - before, 0), min(last - before, stop - start)
             if a < b:
                 found.append((stop - b, stop - a) if self._from_end else (start + a, start + b))

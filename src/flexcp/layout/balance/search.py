@@ -60,8 +60,7 @@ def balanced(
     elements = elements_that_differ(grids)
     if elements > 1:
         works = [Work.of(grids, b, pairs_per_token=pairs_per_token) for b in range(elements)]
-        layouts = [_of_work(work, ranks, objective, None, ranks_per_node) for work in works]
-        return Layout.stacked(layouts, name="balanced")
+        return Layout.stacked([_of_work(w, ranks, objective, None, ranks_per_node) for w in works])
     work = Work.of(grids, pairs_per_token=pairs_per_token)
     slack = work.block if token_slack is None else token_slack
     return _of_work(work, ranks, objective, slack, ranks_per_node)
@@ -118,14 +117,14 @@ def _of_work(
         new = seed(ways.levelled(documents, old.parts, coarse)) if old.if_even <= near else old
         seeds[i] = new if new.if_even * objective.enough < old.if_even else old
     chosen = sorted(seeds, key=lambda s: s.if_even)[:count]
-    if not chosen or chosen[0].if_even > (1 + objective.small) * mean:
+    if not chosen or chosen[0].if_even > objective.enough * mean:
         chosen.append(seed(ways.two_ended(documents, counts, objective)))
+        if seeds and not work.per_token:
+            chosen.append(seed(ways.levelled(documents, chosen[-1].parts, coarse)))
         if many and plain and not even and plain.price < chosen[-1].price:
             chosen.append(plain)
     deals = [deal(s.parts) for s in chosen]
     best = _best_improved(deals, objective)
-    if best.imbalance() > objective.enough and len(chosen) <= len(seeds):
-        best = _best_improved([best, deal(ways.two_ended(documents, counts, objective))], objective)
     if dense and best.imbalance() > (objective.enough if many else objective.good):
         other = deal(ways.in_order(documents, counts, dense))
         improve(other)
@@ -157,7 +156,7 @@ def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
     limits = max(enough, best.imbalance()), objective.even * best.price()
     near = [d for d in tried if d.imbalance() <= limits[0] and d.price() <= limits[1]]
     much = (1 + objective.small) * min(d.needs for d in near)
-    return min((d for d in near if d.needs <= much), key=Deal.price)
+    return min((d for d in near if d.needs <= much), key=Deal.most_needed)
 
 
 def _bounds(work: Work, ranks: int, dense: int, objective: Objective) -> tuple[int, int]:

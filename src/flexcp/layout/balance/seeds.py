@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from flexcp.layout.balance.documents import Documents, Piece, Run, mixed, needs
+from flexcp.layout.balance.documents import Documents, Piece, RowQueue, Run, mixed, needs
 from flexcp.layout.balance.objective import Objective
+from flexcp.layout.rules import even_edges
 
 Parts = list[list[Piece]]
 """The pieces of every rank."""
@@ -89,32 +90,79 @@ def whole_documents(
 def packings(documents: Documents, objective: Objective) -> tuple[tuple[float, bool], ...]:
     """Fillers: none, the lightest rows, or between those and light ones; and if it is to be even.
 
-    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least. Or
-    with documents that are no more than the mean work of a rank, as they are on average.
+    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least.
     """
-    rows = documents.work.seq_len
-    lightest = documents.lightest(objective.small * rows)
-    light = documents.lightest(rows, below=documents.total / max(1, rows))
-    small = [d for d, area in enumerate(documents.areas) if area <= objective.mean]
-    whole = sum(documents.areas[d] for d in small) / max(1, sum(documents.sizes[d] for d in small))
-    between = (((lightest + light) / 2, even) for even in (True, False))
-    return (0.0, True), (lightest, True), *between, (whole, True)
+    light = documents.light
+    few = min(light.size, round(objective.small * documents.work.seq_len))
+    lightest, whole = (light.area(rows) / max(1, rows) for rows in (few, light.size))
+    between = (lightest + whole) / 2
+    return (0.0, True), (lightest, True), (between, True), (between, False)
 
 
 def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
     """Every rank gets heavy rows, from the ends of documents, and light ones, from their starts.
 
-    Documents follow each other, those with most work first, so that few are on many ranks. Under
-    a causal mask this is the exact zigzag.
+    Documents follow each other, those with most work first, so that few are on many ranks. A long
+    one has ranks of its own, if lighter documents can make work level on these: of those with least
+    work per row the most ranks, so that the longest, whose ranks receive most, have few. Ranks have
+    both ends of it, as others need most of its start. Under a causal mask this is the exact zigzag.
     """
-    coarse = objective.judged_together(min(counts))
+    coarse, area = objective.judged_together(min(counts)), documents.area
     mean = documents.total / documents.work.seq_len
-    heavy, light = [], []
-    for d in sorted(range(len(documents)), key=lambda d: (-documents.areas[d], d)):
-        dear, cheap = documents.heavy_and_light(d, coarse, mean)
-        heavy += dear
-        light += cheap
-    return mixed(documents, heavy, light, counts)
+    parts: Parts = []
+
+    def share(ranks: int, runs: list[Run]) -> None:
+        heavy, light, total = list[Run](), list[Run](), sum(area(*run) for run in runs)
+        for run in sorted(runs, key=lambda run: (-area(*run), run)):
+            if area(*run) > objective.mean and area(*run) >= mean * (run[1] - run[0]):
+                slots = even_edges(run[1] - run[0], max(1, round(ranks * area(*run) / total)))
+                halves = documents.halves(run, coarse)
+                for slot in mixed(documents, *halves, slots.diff().tolist()):
+                    heavy += [piece[1:] for piece in slot]
+            else:
+                dear, cheap = documents.heavy_and_light(run, coarse, mean)
+                heavy += dear
+                light += cheap
+        parts.extend(mixed(documents, heavy, light, counts[len(parts) :][:ranks]))
+
+    light, together = documents.light.runs, list[Run]()
+    for run in documents.by_density[len(light) : -1]:
+        together.append(run)
+        if area(*run) > objective.mean:
+            others = RowQueue(documents, light, from_end=False)
+            ranks, least, most = _level_with(documents, together, others, counts[len(parts) :])
+            if ranks:
+                end = others.size - most
+                share(
+                    ranks,
+                    [*together, *others.stretches(0, least), *others.stretches(end, others.size)],
+                )
+                together, light = [], others.stretches(least, end)
+    share(len(counts), [*together, documents.by_density[-1], *light])
+    return parts
+
+
+def _level_with(
+    documents: Documents, runs: list[Run], others: RowQueue, counts: Sequence[int]
+) -> tuple[int, int, int]:
+    """On how many ranks some rows have the mean work, with how many of the first and last others.
+
+    On as many as can be, but not on all, or on none.
+    """
+    rows, own = sum(b - a for a, b in runs), sum(documents.area(a, b) for a, b in runs)
+    room = [n - rows for n in accumulate(counts, initial=0)]
+
+    def lacks(ranks: int, last: int) -> float:
+        goal = documents.total * (rows + room[ranks]) / documents.work.seq_len
+        between = others.area(others.size - last) - others.area(room[ranks] - last)
+        return goal - own - others.area(others.size) + between
+
+    fit = range(1, bisect_right(room, others.size, 0, len(counts)))
+    ranks = bisect_left(fit, True, key=lambda n: room[n] >= 0 and lacks(n, room[n]) > 0)
+    if room[ranks] < 0 or lacks(ranks, 0) < 0:
+        return 0, 0, 0
+    last = bisect_left(range(room[ranks]), 0.0, key=lambda last: -lacks(ranks, last))
+    return ranks, room[ranks] - last, last
 
 
 def levelled(documents: Documents, parts: Parts, coarse: int) -> Parts:
@@ -143,7 +191,12 @@ def levelled(documents: Documents, parts: Parts, coarse: int) -> Parts:
         unlike = {rank: abs((level - area[rank]) / n - mean) for rank, n in tokens.items()}
         order = sorted(tokens, key=lambda rank: (received[rank], -unlike[rank], rank))
         goals = [round(level - area[rank]) for rank in order]
-        pieces = mixed(documents, *documents.halves(d, coarse), [tokens[r] for r in order], goals)
+        pieces = mixed(
+            documents,
+            *documents.halves(documents.runs[d], coarse),
+            [tokens[r] for r in order],
+            goals,
+        )
         for rank, own in zip(order, pieces, strict=True):
             found[rank] += own
             area[rank] += sum(documents.area(a, b) for _, a, b in own)
@@ -170,8 +223,11 @@ class _Packing:
 
     def packed(self, *, tails: bool, even: bool) -> Parts:
         """Everything that is left, then the parts."""
-        documents, edges, order = self._documents, self._documents.edges, self._order
-        items = [(-area, d, edges[d], edges[d + 1]) for d, area in enumerate(documents.areas)]
+        documents, order = self._documents, self._order
+        items = [
+            (-a, d, *run)
+            for d, (a, run) in enumerate(zip(documents.areas, documents.runs, strict=True))
+        ]
         heapq.heapify(items)
         while items:
             negative, d, start, stop = heapq.heappop(items)
@@ -184,7 +240,7 @@ class _Packing:
                 fewest = max(2, -int(-max(work / self._mean, size / self._most) // 1))
                 few = self._few(d, len(order) if must else fewest) if must or even else []
                 if len(few) > 1 or (few and must):
-                    self._level(d, few)
+                    self._share(d, few)
                     continue
             if not fits:  # its last rows go where there is most work to do, its first wait
                 wide = min(self._small * size, -min(room for _, room, _ in order))
@@ -234,40 +290,26 @@ class _Packing:
         """Work of a document per row, beyond that of the lightest rows."""
         return max(self._documents.areas[d] / self._documents.sizes[d] - self._filler, 1e-12)
 
-    def _level(self, d: int, chosen: Sequence[int]) -> None:
-        """Shares a document between ranks so that their work is level."""
-        size, density = self._documents.sizes[d], self._density(d)
-        state = [self._state[rank] for rank in chosen]
-        # Ranks in the order in which a rising level reaches them, and fills their room.
-        edges = [(w, 1.0) for w, _, _ in state]
-        edges += [(w - density * r, -1.0) for w, r, _ in state]
-        edges.sort()
-        given, level, width = 0.0, edges[0][0], 0.0
-        for edge, more in edges:
-            if width and given + width * (edge - level) >= density * size:
-                break
-            given, level, width = given + width * (edge - level), edge, width + more
-        if width > 0.5:
-            level += max(0.0, density * size - given) / width
-        self._share(d, chosen, [min(float(-r), max(0.0, level - w) / density) for w, r, _ in state])
-
-    def _share(self, d: int, chosen: Sequence[int], rows: Sequence[float]) -> None:
-        """Gives ranks so many rows of a document each, about; who has room gets what is left."""
-        left, state = self._documents.sizes[d], self._state
-        scale, given = left / max(sum(rows), 1e-12), 0.0
+    def _share(self, d: int, chosen: Sequence[int]) -> None:
+        """Shares a document between ranks so that work is level; who has room gets the rest."""
+        state, density, size = self._state, self._density(d), self._documents.sizes[d]
+        works, left = [state[rank][0] for rank in chosen], size
+        least, most = min(works), max(works) + density * size
+        for _ in range(48):  # as fine as a float
+            level = (least + most) / 2
+            rows = [min(-state[r][1], max(0.0, level - state[r][0]) / density) for r in chosen]
+            least, most = (level, most) if sum(rows) < size else (least, level)
         tokens = dict.fromkeys(chosen, 0)
-        for rank, part in zip(chosen, rows, strict=True):
-            given += part * scale
-            due = round(given) - (self._documents.sizes[d] - left)
-            tokens[rank] = min(-state[rank][1], max(0, due), left)
+        for rank, due in zip(chosen, accumulate(rows), strict=True):
+            tokens[rank] = min(-state[rank][1], max(0, round(due) - size + left), left)
             left -= tokens[rank]
-        if left:
-            for rank in (*chosen, *sorted(range(len(state)), key=lambda rank: state[rank][1])):
-                more = min(left, -state[rank][1] - tokens.get(rank, 0))
-                tokens[rank] = tokens.get(rank, 0) + more
-                left -= more
+        others = sorted(range(len(state)), key=lambda rank: state[rank][1]) if left else []
+        for rank in (*chosen, *others):
+            more = min(left, -state[rank][1] - tokens.get(rank, 0))
+            tokens[rank] = tokens.get(rank, 0) + more
+            left -= more
         counts = {rank: count for rank, count in tokens.items() if count}
-        halves = self._documents.halves(d, self._coarse)
+        halves = self._documents.halves(self._documents.runs[d], self._coarse)
         pieces = mixed(self._documents, *halves, [*counts.values()])
         for rank, own in zip(counts, pieces, strict=True):
             self._give(rank, own)

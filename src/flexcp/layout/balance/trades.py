@@ -33,7 +33,7 @@ class Trade(NamedTuple):
 
 def improve(deal: Deal, most: float = math.inf) -> None:
     """Trades of the slowest rank, as long as any is worth it and the price is not too high."""
-    stuck: set[tuple[int, bool]] = set()  # they are asked again once changed, or all else is stuck
+    stuck: set[tuple[int, bool]] = set()  # they are asked again once changed
     made: set[tuple[int, int, Pieces, Pieces]] = set()
     changed, tries = False, deal.objective.tries
     fine = tries**3  # trades once work is even enough for documents that stay whole
@@ -96,7 +96,7 @@ class _Turn:
         self.level, self.enough = (self.mean * limit for limit in limits)
         # Of what is uneven, a trade takes a quarter, or counts little.
         self.quarter = self.giver.area - (self.giver.area - even * self.mean) / 4
-        self.held = max(s.needs for s in deal.shares)
+        self.held = deal.most_needed()
         free = self._gain(self.level, self.level, 0) if uneven else math.inf
         self.fair = 2 * self.objective.small * free
 
@@ -109,8 +109,6 @@ class _Turn:
         sharing = [s for s in others[tries:] if s.rank in sharers]
         few = {s.rank: s for s in (*others[: 2 * tries], *sharing[: 2 * tries])}
         found = self._best(self._promising([*few.values()] if self.uneven else others), None)
-        if not self.uneven:
-            found = self._best(self._handed_over(), found)
         found = self._best(self._ends(others[:tries] + sharing[:tries]), found)
         found = found or self._best(self._ends(sharing[tries:]), None)
         return found or (self._best(self._promising(others), None) if self.uneven else None)
@@ -232,22 +230,6 @@ class _Turn:
                     end = (light[0], light[1], light[1] + least)
                     yield math.inf, taker, ((document, stop - least, stop),), (end,)
 
-    def _handed_over(self) -> Iterator[Offer]:
-        """All rows of a document of which a rank receives many, to one that has others of it."""
-        deal, giver, tries = self.deal, self.giver, self.objective.tries
-        before = deal.documents.before
-        needy = sorted((-rows, d) for d, rows in giver.needed.items() if rows)
-        for _, document in needy[:tries]:
-            given = tuple((document, *run) for run in giver.runs[document])
-            area = deal.pairs(given)
-            sharers = sorted((s.area, s.rank) for s in deal.sharers[document] if s is not giver)
-            for taker in (deal.shares[rank] for _, rank in sharers[:tries]):
-                pieces = [p for _, p in taker.by_area if p[0] != document]
-                both = [p for p in pieces if p[0] in giver.runs]
-                for d, start, stop in both or pieces[-1:]:
-                    cut = bisect_left(before, before[stop] - area, start, stop - 1)
-                    yield math.inf, taker, given, ((d, cut, stop),)
-
     def _judged(self, taker: Share, given: Pieces, back: Pieces, least_gain: float) -> Trade | None:
         """The trade, with what keeps token counts within bounds, if it gains over `least_gain`."""
         deal, giver, price = self.deal, self.giver, self.objective.of_rank
@@ -268,28 +250,13 @@ class _Turn:
             come, gone = _kept(sides[3], sides[2], end)
             given, back = (come, gone) if few > 0 else (gone, come)
             area = deal.pairs(given) - deal.pairs(back)
-        own_area, low_area = giver.area - area, taker.area + area
-        highest = cost = max(own_area, low_area)
-        rows = -had
-        if len(given) <= 1 and len(back) <= 1:
-            own, low = self._least(giver, given, back), self._least(taker, back, given)
-            rows = own + low - had
-            cost = max(price(own_area, own, giver.count - 1), price(low_area, low, taker.count - 1))
-        if self._gain(highest, cost, rows) <= least_gain:
+        highest = max(own_area := giver.area - area, low_area := taker.area + area)
+        if self._gain(highest, highest, -had) <= least_gain:
             return None
         new, its = deal.after(giver, taker, given, back)
         cost = max(price(own_area, max(new[:2]), new[2]), price(low_area, max(its[:2]), its[2]))
         gain = self._gain(highest, cost, new[0] + its[0] - had, most=max(new[0], its[0]))
         return Trade(gain, taker, given, back) if gain > least_gain else None
-
-    def _least(self, share: Share, gone: Pieces, come: Pieces) -> int:
-        """Rows that a rank receives after a trade at least: what comes of others' documents."""
-        first, last = self.deal.documents.hull
-        found = share.needs - sum(share.needed[document] for document, _, _ in gone)
-        for document, a, b in come:
-            known = share.needed.get(document)
-            found += last[b - 1] - first[a] - b + a if known is None else -known
-        return found
 
 
 def _kept(given: Pieces, back: Pieces, end: Piece) -> tuple[Pieces, Pieces]:
