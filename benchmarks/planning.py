@@ -35,7 +35,6 @@ from flexcp.layout import (
     head_tail,
     per_document_head_tail,
     ptrr,
-    rows_needed,
 )
 from flexcp.layout.work import Work, area_per_rank
 from flexcp.plan import AttentionShape, make_plan, price
@@ -169,10 +168,16 @@ def measured(mask: Mask, tokens: int, ranks: int) -> dict[str, float]:
         "imbalance": stats.imbalance,
         "bound": stats.imbalance_lower_bound,
         "received": max(rows) / whole,
+        "sent": most_sent(plan.schedule, ranks) / whole,
         "received_mean": sum(rows) / ranks / whole,
         "received_rows": max(rows),
         "planning": min(seconds),
     }
+
+
+def most_sent(schedule: Schedule, ranks: int) -> float:
+    """Rows that the rank sends that sends most: a link carries as much in each direction."""
+    return float(schedule.forward.moves.reversed().received(ranks).max())
 
 
 def greedy_measured(mask: Mask, tokens: int, ranks: int) -> dict[str, float]:
@@ -212,6 +217,7 @@ def targets(limit: int) -> Iterator[dict[str, object]]:
             "bound": max(x["bound"] for x in ours),
             "received": sum(x["received"] for x in ours) / len(ours),
             "received_mean": sum(x["received_mean"] for x in ours) / len(ours),
+            "sent": sum(x["sent"] for x in ours) / len(ours),
             "received_rows": max(x["received_rows"] for x in ours),
             "target": row.received,
             "unavoidable": unavoidable(row, packs),
@@ -238,14 +244,12 @@ def of_packs(row: Target, kind: str, packs: list[list[int]]) -> dict[str, object
         grid = build_block_grid(mask_named(row.mask, row.tokens, pack), row.tokens)
         pair = [balanced([grid], row.ranks), greedy_chunks(grid, row.ranks)]
         areas = [area_per_rank([grid], layout).double() for layout in pair]
-        rows = [rows_needed([grid], layout).counts(row.ranks).max() for layout in pair]
-        found.append(
-            [
-                *(float(r) / (row.tokens - share) for r in rows),
-                *(float(a.max() / a.mean()) for a in areas),
-            ]
-        )
-    ours, theirs, even, uneven = zip(*found, strict=True)
+        schedules = [make_schedule("exchange", [grid], layout) for layout in pair]
+        rows = [float(s.forward.moves.received(row.ranks).max()) for s in schedules]
+        rows += [most_sent(schedule, row.ranks) for schedule in schedules]
+        evenness = (float(a.max() / a.mean()) for a in areas)
+        found.append([*(r / (row.tokens - share) for r in rows), *evenness])
+    ours, theirs, sent, sent_by_them, even, uneven = zip(*found, strict=True)
     count = len(packs)
     return {
         "mask": row.mask,
@@ -253,10 +257,12 @@ def of_packs(row: Target, kind: str, packs: list[list[int]]) -> dict[str, object
         "tokens": row.tokens,
         "ranks": row.ranks,
         "received": sum(ours) / count,
+        "sent": sum(sent) / count,
         "groups": [sum(ours[i : i + PACKS]) / PACKS for i in range(0, count - PACKS + 1, PACKS)],
         "unavoidable": unavoidable(row, packs),
         "imbalance": max(even),
         "greedy_received": sum(theirs) / count,
+        "greedy_sent": sum(sent_by_them) / count,
         "greedy_imbalance": max(uneven),
         "worse": sum(a > b for a, b in zip(ours, theirs, strict=True)),
     }

@@ -16,29 +16,30 @@ Rows = list[dict[str, Any]]
 
 def print_packs(rows: Rows, count: int) -> None:
     print(
-        f"{str(count) + ' packs':31}  tokens ranks  received (3 packs: from, to)  least  imbal. | "
-        "greedy  imbal. | packs on which greedy receives less"
+        f"{str(count) + ' packs':31}  tokens ranks  received (3 packs: from, to)  least   sent  "
+        "imbal. | greedy   sent  imbal. | packs on which greedy receives less"
     )
     for r in rows:
         low, high = min(r["groups"]), max(r["groups"])
         print(
             f"{r['mask']:18} {r['packs']:12} {r['tokens'] >> 10:6}K {r['ranks']:4}  "
             f"{r['received']:8.3f} ({low:.3f}, {high:.3f}) {r['unavoidable']:12.3f} "
-            f"{r['imbalance']:7.4f} | {r['greedy_received']:6.3f} {r['greedy_imbalance']:7.3f} | "
-            f"{r['worse']}"
+            f"{r['sent']:6.3f} {r['imbalance']:7.4f} | {r['greedy_received']:6.3f} "
+            f"{r['greedy_sent']:6.3f} {r['greedy_imbalance']:7.3f} | {r['worse']}"
         )
 
 
 def print_targets(rows: Rows) -> None:
     print(
         f"{'mask':24} {'tokens':>7} {'ranks':>5} {'imbal.':>7} {'bound':>6} {'recv':>6} "
-        f"{'mean':>6} {'least':>6} {'target':>6} | {'greedy':>7} {'recv':>6} | {'plan s':>6}"
+        f"{'sent':>6} {'mean':>6} {'least':>6} {'target':>6} | {'greedy':>7} {'recv':>6} | "
+        f"{'plan s':>6}"
     )
     for r in rows:
         target = "" if r["target"] is None else f"{r['target']:.3f}"
         print(
             f"{r['mask']:24} {r['tokens'] >> 10:6}K {r['ranks']:5} {r['imbalance']:7.4f} "
-            f"{r['bound']:6.3f} {r['received']:6.3f} {r['received_mean']:6.3f} "
+            f"{r['bound']:6.3f} {r['received']:6.3f} {r['sent']:6.3f} {r['received_mean']:6.3f} "
             f"{r['unavoidable']:6.3f} {target:>6} | "
             f"{r['greedy_imbalance']:7.3f} {r['greedy_received']:6.3f} | {r['planning']:6.2f}"
         )
