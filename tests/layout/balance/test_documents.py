@@ -65,7 +65,7 @@ def test_a_long_document_makes_up_for_short_ones_that_stay_whole(of_benchmarks, 
     grid = grid_of(lengths, causal=True)
     layout = balanced([grid], ranks)
     assert imbalance(grid, layout) <= 1.02
-    assert received(grid, layout) <= max(lengths)
+    assert received(grid, layout) <= 1.05 * max(lengths)
 
 
 def test_two_documents_that_end_within_one_rank_are_not_both_fetched_by_it():
@@ -74,7 +74,7 @@ def test_two_documents_that_end_within_one_rank_are_not_both_fetched_by_it():
     grid = grid_of(lengths, causal=False)
     layout = balanced([grid], RANKS)
     assert imbalance(grid, layout) <= 1.02
-    assert received(grid, layout) <= max(lengths)
+    assert received(grid, layout) <= 1.05 * max(lengths)
 
 
 @pytest.mark.parametrize(("seed", "most"), [(28, 47_000), (30, 64_000)])
@@ -104,3 +104,23 @@ def test_any_pack_is_dealt_out_once_in_even_parts_and_always_the_same(
     assert torch.equal(rows.sort().values, torch.arange(total))
     assert int(layout.counts.max()) - int(layout.counts.min()) <= block
     assert balanced([grid], ranks).fingerprint() == layout.fingerprint()
+
+
+@pytest.mark.parametrize(("seed", "causal"), [(2, True), (5, False), (8, False), (11, False)])
+def test_long_documents_have_ranks_of_their_own_where_light_ones_make_work_even(
+    of_benchmarks, seed, causal
+):
+    """A rank with parts of two receives both."""
+    lengths = of_benchmarks("documents").packed_document_lengths(1 << 19, seed=seed)
+    grid = grid_of(lengths, causal=causal)
+    assert received(grid, balanced([grid], 32)) <= 1.06 * max(lengths)
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("log-normal 7.5, 1.2", 30), ("exponential 3,000", 48)])
+def test_documents_stay_whole_between_rows_of_one_that_all_ranks_have(of_benchmarks, kind, seed):
+    """Cut where a rank's share ends, others are received besides the long one."""
+    lengths = of_benchmarks("planning_packs").pack(kind, LENGTH, seed)
+    grid = grid_of(lengths, causal=False)
+    layout = balanced([grid], 8, pairs_per_row=80_000.0)
+    assert imbalance(grid, layout) <= 1.02
+    assert received(grid, layout) <= 1.05 * max(lengths)

@@ -17,7 +17,8 @@ def by_node(deal: Deal, ranks_per_node: int) -> list[int]:
     node_of: dict[int, int] = {}
 
     for _, document in sorted((-rows, d) for d, rows in deal.moved.items() if rows):
-        sharers = sorted(share.rank for share in deal.sharers[document])
+        needy = sorted(deal.sharers[document], key=lambda s: (-s.needed[document], s.rank))
+        sharers = [share.rank for share in needy]
         new = [rank for rank in sharers if rank not in node_of]
         near = [node_of[rank] for rank in sharers if rank in node_of]
         while new:

@@ -57,7 +57,7 @@ class Objective:
     each, and trades per rank."""
     dense: float = 0.2
     """Share of all rows from which on ranks that need as many may as well rotate everything, and
-    layouts need not be local."""
+    layouts need not be local; of all work, from which on a document may be on all ranks."""
 
     @property
     def level(self) -> float:

@@ -111,12 +111,8 @@ def _of_work(
             seeds += [new] if all(new.parts != s.parts for s in seeds) else []
         if new.if_even <= objective.good * mean:
             break
-    # Where tokens are work too, counts make up for it.
-    near = min((s.if_even for s in seeds if not work.per_token), default=0) * (1 + objective.small)
-    for i, old in enumerate(seeds):
-        new = seed(ways.levelled(documents, old.parts, coarse)) if old.if_even <= near else old
-        seeds[i] = new if new.if_even * objective.enough < old.if_even else old
-    chosen = sorted(seeds, key=lambda s: s.if_even)[:count]
+    seeds.sort(key=lambda s: s.if_even)
+    chosen = seeds[:count]
     if not chosen or chosen[0].if_even > objective.enough * mean:
         chosen.append(seed(ways.two_ended(documents, counts, objective)))
         if seeds and not work.per_token:
@@ -125,6 +121,8 @@ def _of_work(
             chosen.append(plain)
     deals = [deal(s.parts) for s in chosen]
     best = _best_improved(deals, objective)
+    if seeds[count:] and seeds[count].if_even * objective.enough < best.price():
+        best = _best_improved([best, deal(seeds[count].parts)], objective)
     if dense and best.imbalance() > (objective.enough if many else objective.good):
         other = deal(ways.in_order(documents, counts, dense))
         improve(other)

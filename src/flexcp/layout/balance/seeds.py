@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -78,25 +78,29 @@ def whole_documents(
 ) -> Parts:
     """Whole documents, those with most work first, to the rank with least work that has room.
 
-    One with more work than a rank should have is shared by as few ranks as have room for it,
-    two-ended, so that their work is level; if it is to be `even`, also one with more than any rank
-    has left. One that fits nowhere is shared likewise; or with a `filler`, its last rows go to the
-    rank with least work, and the others are dealt out later. Work is then what rows have beyond a
-    filler each: light rows fill what room is left at last, the more the more room a rank has.
+    One with more work than a rank should have, or that fits nowhere, is shared by as few ranks as
+    have room for it, two-ended, so that their work is level; if it is to be `even`, also one with
+    more than any rank has left. With a `filler`, work is what rows have beyond that each, or less:
+    rows like it fill what room is left at last, the more the more room a rank has.
     """
-    return _Packing(documents, counts, objective, filler).packed(tails=filler > 0, even=even)
+    return _Packing(documents, counts, objective, filler).packed(even=even)
 
 
-def packings(documents: Documents, objective: Objective) -> tuple[tuple[float, bool], ...]:
+def packings(documents: Documents, objective: Objective) -> Iterator[tuple[float, bool]]:
     """Fillers: none, the lightest rows, or between those and light ones; and if it is to be even.
 
-    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least.
+    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least. A
+    document with much of all work is a filler too: ranks get others that lack as much of the work
+    that as many of its rows are, and it fills their room.
     """
-    light = documents.light
+    light, densest = documents.light, documents.by_density[-1]
     few = min(light.size, round(objective.small * documents.work.seq_len))
     lightest, whole = (light.area(rows) / max(1, rows) for rows in (few, light.size))
-    between = (lightest + whole) / 2
-    return (0.0, True), (lightest, True), (between, True), (between, False)
+    yield from ((0.0, True), (lightest, True))
+    yield from (((lightest + whole) / 2, even) for even in (True, False))
+    most = documents.area(*densest)
+    if most > objective.dense * documents.total and not objective.beside:
+        yield most / (densest[1] - densest[0]), True
 
 
 def two_ended(documents: Documents, counts: Sequence[int], objective: Objective) -> Parts:
@@ -210,59 +214,36 @@ class _Packing:
     def __init__(
         self, documents: Documents, counts: Sequence[int], objective: Objective, filler: float
     ) -> None:
-        self._documents, self._small = documents, objective.small
+        self._documents = documents
         self._parts: Parts = [[] for _ in counts]
         self._most = max(1, *counts)
         self._coarse = objective.judged_together(min(counts))
         self._filler, filled = filler, filler * documents.work.seq_len / len(counts)
-        self._mean = max(documents.total / len(counts) - filled, 1e-9)
-        self._limit = objective.enough * (self._mean + filled) - filled
+        self._sign = -1 if filled > objective.mean else 1
+        self._mean = max(self._sign * (objective.mean - filled), 1e-9)
+        self._limit = self._mean + (objective.enough - 1) * objective.mean
         # Work, beyond that of as many of the lightest rows; room, negative; rank.
         self._state = [(0.0, -count, rank) for rank, count in enumerate(counts)]
         self._order = sorted(self._state)
 
-    def packed(self, *, tails: bool, even: bool) -> Parts:
-        """Everything that is left, then the parts."""
+    def packed(self, *, even: bool) -> Parts:
+        """The parts, once all documents are dealt out."""
         documents, order = self._documents, self._order
-        items = [
-            (-a, d, *run)
-            for d, (a, run) in enumerate(zip(documents.areas, documents.runs, strict=True))
-        ]
-        heapq.heapify(items)
-        while items:
-            negative, d, start, stop = heapq.heappop(items)
-            size = stop - start
-            work = -negative - self._filler * size
-            least, _, chosen = next((x for x in order if -x[1] >= size), (0.0, 0, -1))
-            fits = chosen >= 0
-            if size == documents.sizes[d] and not (fits and least + work <= self._limit):
-                must = work > self._mean or not (fits or tails)
+        table = zip(documents.areas, documents.sizes, strict=True)
+        works = [self._sign * (area - self._filler * size) for area, size in table]
+        first = documents.areas if self._sign > 0 else works
+        for d in sorted(range(len(documents)), key=lambda d: (-first[d], d)):
+            size, work = documents.sizes[d], works[d]
+            least, _, chosen = next((x for x in order if -x[1] >= size), (math.inf, 0, -1))
+            if least + work > self._limit:
+                must = work > self._mean or chosen < 0
                 fewest = max(2, -int(-max(work / self._mean, size / self._most) // 1))
                 few = self._few(d, len(order) if must else fewest) if must or even else []
                 if len(few) > 1 or (few and must):
                     self._share(d, few)
                     continue
-            if not fits:  # its last rows go where there is most work to do, its first wait
-                wide = min(self._small * size, -min(room for _, room, _ in order))
-                chosen = next(rank for _, room, rank in order if -room >= wide)
-                rows = self._tail(start, stop, chosen)
-                heapq.heappush(items, (-documents.area(start, stop - rows), d, start, stop - rows))
-                start = stop - rows
-            self._give(chosen, [(d, start, stop)])
+            self._give(chosen, [(d, *documents.runs[d])])
         return self._parts
-
-    def _tail(self, start: int, stop: int, rank: int) -> int:
-        """How many of the last rows of a stretch a rank has room for, in tokens and work."""
-        before, filler, (work, taken, _) = self._documents.before, self._filler, self._state[rank]
-        room, free = min(-taken, stop - start - 1), max(0.0, self._limit - work)
-        least, most = 0, room
-        while least < most:
-            rows = (least + most + 1) // 2
-            if before[stop] - before[stop - rows] - filler * rows <= free:
-                least = rows
-            else:
-                most = rows - 1
-        return least if least >= self._small * room else room
 
     def _few(self, d: int, most: int) -> list[int]:
         """As few ranks as have room for a document without more work than the mean.
@@ -288,14 +269,15 @@ class _Packing:
 
     def _density(self, d: int) -> float:
         """Work of a document per row, beyond that of the lightest rows."""
-        return max(self._documents.areas[d] / self._documents.sizes[d] - self._filler, 1e-12)
+        mean = self._documents.areas[d] / self._documents.sizes[d]
+        return max(self._sign * (mean - self._filler), 1e-12)
 
     def _share(self, d: int, chosen: Sequence[int]) -> None:
         """Shares a document between ranks so that work is level; who has room gets the rest."""
         state, density, size = self._state, self._density(d), self._documents.sizes[d]
         works, left = [state[rank][0] for rank in chosen], size
         least, most = min(works), max(works) + density * size
-        for _ in range(48):  # as fine as a float
+        for _ in range(24):  # to a fraction of a row
             level = (least + most) / 2
             rows = [min(-state[r][1], max(0.0, level - state[r][0]) / density) for r in chosen]
             least, most = (level, most) if sum(rows) < size else (least, level)
@@ -319,7 +301,7 @@ class _Packing:
         work, room, _ = old = self._state[rank]
         for _, a, b in pieces:
             room += b - a
-            work += self._documents.area(a, b) - self._filler * (b - a)
+            work += self._sign * (self._documents.area(a, b) - self._filler * (b - a))
         del self._order[bisect_left(self._order, old)]
         self._state[rank] = (work, room, rank)
         insort(self._order, self._state[rank])
