@@ -27,7 +27,8 @@ def plan_for(schedule, mesh, layout):
 def test_passes_end_when_their_price_says(schedule, mesh, layout):
     plan = plan_for(schedule, mesh, layout)
     found = timeline(plan)
-    assert (found.forward, found.backward) == (plan.costs[""].forward, plan.costs[""].backward)
+    price = plan.costs[""]
+    assert [found.forward, found.backward] == pytest.approx([price.forward, price.backward], 1e-12)
     for passing, seconds in (("forward", found.forward), ("backward", found.backward)):
         ends = [float(s.end.max()) for s in found.spans if s.passing == passing]
         assert max(ends) == pytest.approx(seconds, rel=1e-12)

@@ -13,8 +13,8 @@ from flexcp.layout.balance.objective import Objective
 from flexcp.plan.cost import Cost, KnownTimes, price, swaps
 from flexcp.plan.loads import LayoutLoads
 from flexcp.plan.problem import Problem
-from flexcp.schedule import Schedule, make_schedule
-from flexcp.schedule.hierarchical import Relays
+from flexcp.schedule import Needs, Schedule, make_schedule
+from flexcp.schedule.hierarchical import Relays, Ways
 
 MOST_LINES = 1 << 21
 """Effort: the longest table of transfers, or of blocks that are dealt out, which are tried besides
@@ -86,16 +86,8 @@ class Pricing:
         fewest = -(-int(needs.received.max()) // max(1, int(own)))
         rounds = self._seconds_of(fewest)
         if schedule == "hierarchical":
-            per_node = self._problem.machine.ranks_per_node
-            if kept and (rounds > self._limit or needs.by_owner[0].numel() > MOST_LINES >> 6):
-                return  # one of several
-            relays = Relays.of(needs, per_node, self._work.own(needs.layout))
-            make = partial(make, schedule, relays=relays)
-            if kept:
-                yield (first := self._priced(make(keep=True)))
-                self._limit = self._limit if first[0].seconds <= self._limit else 0.0
-            if not kept or self._limit:
-                yield self._priced(make())
+            if not kept or (rounds <= self._limit and needs.by_owner[0].numel() <= MOST_LINES >> 6):
+                yield from self._with_relays(needs, kept)
             return
         make = partial(make, heads_group_size=group_size, needs=needs)
         kept = schedule in ("auto", "hybrid") and groups > 1
@@ -111,11 +103,14 @@ class Pricing:
         too_many = lines + min(lines, groups**2) * fewest > MOST_LINES
         if rounds <= self._limit:
             own_work = self._work.own(needs.layout)
-            even = partial(make, name, own_work=own_work)
+
+            def even(few_rounds: int, *, keep: bool = kept) -> Schedule:
+                return make(name, own_work=own_work, few_rounds=few_rounds, keep=keep)
+
             if not too_many:
-                found += self._with_kept(even(few_rounds=1), wire, kept=kept)
+                found += self._with_kept(even(1, keep=False), wire, kept=kept)
                 self._limit = min(self._limit, Objective.enough * found[-1][0].seconds)
-                found += self._in_more_parts(even, found[0], kept)
+                found += self._in_more_parts(even, found[0])
             if dense or too_many:  # then messages are fewer by ring distance
                 found += self._with_kept(make(name), wire, kept=kept)
         yield from found
@@ -145,22 +140,37 @@ class Pricing:
             found.append(self._priced(schedule))
         return found
 
+    def _with_relays(self, needs: Needs, kept: bool) -> Iterator[tuple[Cost, Schedule]]:
+        """Rows are passed on within nodes; if they may be `kept`, also kept, and in more rounds."""
+        ways = Ways.of(needs, self._problem.machine.ranks_per_node)
+        own_work, make = self._work.own(needs.layout), partial(self._make, "hierarchical")
+
+        def kept_in(few_rounds: int) -> Schedule:
+            return make(relays=Relays.of(ways, own_work, few_rounds), keep=True)
+
+        relays = Relays.of(ways, own_work)
+        if kept:
+            yield (first := self._priced(make(relays=relays, keep=True)))
+            if first[0].seconds > self._limit:
+                return  # one of several
+            yield from self._in_more_parts(kept_in, first)
+        yield self._priced(make(relays=relays))
+
     def _in_more_parts(
-        self, make: Callable[..., Schedule], former: tuple[Cost, Schedule], kept: bool
+        self, make: Callable[[int], Schedule], former: tuple[Cost, Schedule]
     ) -> list[tuple[Cost, Schedule]]:
-        """An exchange in twice as many rounds, and again, as long as that takes clearly less.
+        """A schedule in twice as many rounds, and again, as long as that takes clearly less.
 
         Where transfers are waited for, little is left to compute once the last rows have arrived,
         and the first gradients leave early: of all work, the share of one round at most.
         """
         found: list[tuple[Cost, Schedule]] = []
-        while former[0].seconds > (1 + Objective.small) * former[0].compute:
+        while former[0].seconds > Objective.enough * former[0].compute:
             parts = 2 * (former[1].forward.rounds - 1)
             many = parts * (Objective.enough - 1) > 2
             if parts < 2 or many or self._seconds_of(parts) > self._limit:
                 break
-            schedule = make(few_rounds=parts)
-            new = self._priced(schedule.with_kept_kv() if kept else schedule)
+            new = self._priced(make(parts))
             if new[0].seconds * Objective.enough > former[0].seconds:
                 break
             found.append(new)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexcp.grid import BlockGrid, BlockKind
 from flexcp.grid.rows import areas_by_plane, runs_of_rows
-from flexcp.layout import Layout
+from flexcp.layout import Layout, area_per_rank
 from flexcp.layout.balance.objective import Objective
 from flexcp.layout.needed_rows import Pieces
 from flexcp.layout.row_sets import cut
@@ -35,7 +35,11 @@ class WorkProfile:
 
     @classmethod
     def of(cls, grids: Sequence[BlockGrid], groups: Layout) -> WorkProfile:
-        """From the tiles of the masks. A partial tile counts as the mean one of its row."""
+        """From the tiles of the masks. A partial tile counts as the mean one of its row.
+
+        All keys together are exactly the pairs of a group: parts of a block of rows, in which short
+        documents begin and end, may have much more or less than their share of its tiles.
+        """
         cols, size = grids[0].shape[1], grids[0].block_size[1]
         width = cols * groups.batch_elements + 1
         slope = torch.zeros(groups.ranks * width, dtype=torch.float64)
@@ -53,6 +57,8 @@ class WorkProfile:
                     if copies:
                         _add(slope, width, grid, plane, copies, pieces, element * cols)
         pairs = slope.view(groups.ranks, width).cumsum(1)[:, :-1]
+        exact, total = area_per_rank(grids, groups).double(), pairs.sum(1)
+        pairs *= torch.where(total > 0, exact / total, 1.0).unsqueeze(1)
         before = torch.nn.functional.pad(pairs.cumsum(1), (1, 0))
         return cls(before, size, cols, groups.seq_len)
 
@@ -83,7 +89,9 @@ class WorkProfile:
         begin, end = (self._until(rank.numpy(), row.numpy()) for row in (start, stop))
         return OwnWork(
             rank, start, stop, torch.from_numpy(end - begin),
-            lambda work, rounds: torch.from_numpy(self._by_round(work, rounds)),
+            lambda rank, start, stop: torch.from_numpy(
+                self._until(rank.numpy(), stop.numpy()) - self._until(rank.numpy(), start.numpy())
+            ),
         )  # fmt: skip
 
     def _by_round(self, work: Tasks, rounds: int) -> Any:

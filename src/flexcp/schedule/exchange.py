@@ -42,15 +42,19 @@ def exchange(
     if at_once:
         number = torch.zeros_like(distance)
     elif few_rounds and len(user):
-        which, number, start, stop = even_parts(user, distance, start, stop, limit, few_rounds)
+        heavy = own_work.heavy(user, owner, start, stop) if own_work else None
+        which, number, start, stop = even_parts(
+            user, distance, start, stop, limit, few_rounds, heavy
+        )
         user, owner = user[which], owner[which]
     else:
         number = _rounds(distance, user, stop - start, layout.ranks, limit)[distance]
     moves = Transfers.ordered(number, owner, user, start, stop)
     count = int(moves.round.max()) + 1 if len(moves) else 1
+    own = Tasks.of_layout(layout)
     # With one more round than the first there is nothing that a late rank would hold up.
-    spread = few_rounds and count > 2
-    own = own_work.spread(moves, count) if own_work and spread else Tasks.of_layout(layout)
+    if own_work and few_rounds and count > 2:
+        own = own_work.spread(moves, count, layout.ranks)
     work = Tasks.after(moves, own)
     return Pass(count, moves, work), Pass(count, moves, work, moves.reversed())
 
@@ -67,16 +71,30 @@ class OwnWork:
     """int64 [N] Row after the last."""
     work: Tensor
     """float64 [N] Work of the rank against this stretch."""
-    by_round: Callable[[Tasks, int], Tensor]
-    """float64 [rounds, ranks] Work of some tasks, in so many rounds."""
+    of_keys: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """float64 [N] Work of some ranks against stretches of keys, from and up to."""
 
-    def spread(self, moves: Transfers, rounds: int) -> Tasks:
+    def by_round(self, tasks: Tasks, rounds: int, ranks: int) -> Tensor:
+        """float64 [rounds, ranks] Work of some tasks."""
+        work = self.of_keys(tasks.rank, tasks.start, tasks.stop)
+        found = torch.zeros(rounds * ranks, dtype=torch.float64)
+        return found.index_add_(0, tasks.round * ranks + tasks.rank, work).view(rounds, ranks)
+
+    def heavy(self, user: Tensor, owner: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+        """Which stretches are more work per row than all that the owner sends the user."""
+        _, message = torch.unique(user * (int(owner.max()) + 1) + owner, return_inverse=True)
+        of = torch.zeros(int(message.max()) + 1, 2, dtype=torch.float64)
+        both = torch.stack([self.of_keys(user, start, stop), (stop - start).double()], dim=1)
+        work, rows = of.index_add_(0, message, both)[message].unbind(1)
+        return both[:, 0] * rows > work * both[:, 1] * (1 + 1e-9)
+
+    def spread(self, moves: Transfers, rounds: int, ranks: int) -> Tasks:
         """The first round gets its share of a rank's work; the rest fills up the others.
 
         They have the rows of others to compute with, and are made as even as can be.
         """
         arrived = Tasks(moves.round, moves.target, moves.start, moves.stop)
-        others = self.by_round(arrived, rounds)
+        others = self.by_round(arrived, rounds, ranks)
         own = torch.zeros_like(others[0]).index_add_(0, self.rank, self.work)
         first = torch.minimum(own, (own + others.sum(0)) / rounds)
         # Water in a vessel whose floor is the others' work: it is as high as the lowest of these.
@@ -97,7 +115,13 @@ class OwnWork:
 
 
 def even_parts(
-    user: Tensor, distance: Tensor, start: Tensor, stop: Tensor, limit: int, rounds: int
+    user: Tensor,
+    distance: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    limit: int,
+    rounds: int,
+    heavy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stretches, cut so that each round has as much of every message: which, round, start, stop.
 
@@ -107,6 +131,8 @@ def even_parts(
     than last ones, and a rank with most of its work in some rounds would hold up the others.
     """
     pair = user * (int(distance.max()) + 1) + distance
+    if heavy is not None:
+        pair = 2 * pair + ~heavy
     order = order_of(pair)
     user, pair, start, stop = (x[order] for x in (user, pair, start, stop))
     ends = (stop - start).cumsum(0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexcp.grid.analysis.indexing import order_of, take
+from flexcp.layout import Layout
 from flexcp.layout.row_sets import expand
 from flexcp.schedule.exchange import OwnWork, even_parts
 from flexcp.schedule.needs import Needs
@@ -22,7 +23,7 @@ from flexcp.schedule.tables import Pass, Tasks, Transfers
 
 @dataclass(frozen=True, eq=False)
 class Relays:
-    """Who fetches which rows and who passes them on, in as many rounds as memory asks for."""
+    """Who fetches which rows and who passes them on, and in which rounds."""
 
     forward: Pass
     fetched: Transfers
@@ -33,21 +34,22 @@ class Relays:
     """Rows that come from another rank of the node, a round after it fetched them."""
 
     @classmethod
-    def of(cls, needs: Needs, ranks_per_node: int, own_work: OwnWork | None = None) -> Relays:
-        """Consecutive `ranks_per_node` ranks are a node; the last may have fewer.
+    def of(cls, ways: Ways, own_work: OwnWork | None = None, few_rounds: int = 1) -> Relays:
+        """What moves when: in so many rounds, or in more if memory asks for them.
 
         The work of every rank's own rows, `own_work`, is spread over rounds.
         """
-        layout = needs.layout
-        ways = _Ways.of(needs, ranks_per_node)
+        layout, heavy = ways.layout, None
         limit = max(1, int(layout.counts.max()) * layout.batch_elements)
         fetched, passed = Transfers.none(), Transfers.none()
         relayed = torch.zeros(0, dtype=torch.bool)
-        rounds = 1 if len(ways.user) else 0
+        if own_work and len(ways.user):
+            heavy = own_work.heavy(ways.user, ways.owner, ways.start, ways.stop)
+        rounds = few_rounds if len(ways.user) else 0
         while rounds:
             distance = (ways.user - ways.owner) % layout.ranks
             which, number, start, stop = even_parts(
-                ways.user, distance, ways.start, ways.stop, limit, rounds
+                ways.user, distance, ways.start, ways.stop, limit, rounds, heavy
             )
             user, others = take(ways.user, which), take(ways.others, which)
             fetched = Transfers(number, take(ways.owner, which), user, start, stop)
@@ -63,7 +65,9 @@ class Relays:
             rounds = max(rounds + 1, tried + 1, tried * most // limit)
         moves = _joined(fetched, passed)
         count = int(moves.round.max()) + 1 if len(moves) else 1
-        own = own_work.spread(moves, count) if own_work and count > 2 else Tasks.of_layout(layout)
+        own = Tasks.of_layout(layout)
+        if own_work and count > 2:
+            own = own_work.spread(moves, count, layout.ranks)
         return cls(Pass(count, moves, Tasks.after(moves, own)), fetched, relayed, passed)
 
     def backward(self, *, keep: bool) -> Pass:
@@ -89,9 +93,11 @@ class Relays:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ways:
+class Ways:
     """Stretches of rows that come straight from their owner, and to whom they are passed on."""
 
+    layout: Layout
+    """Who owns what."""
     user: Tensor
     owner: Tensor
     start: Tensor
@@ -103,8 +109,10 @@ class _Ways:
     other: Tensor
 
     @classmethod
-    def of(cls, needs: Needs, ranks_per_node: int) -> _Ways:
-        """Ranks of a node that need the same rows of other nodes fetch an equal part of them each.
+    def of(cls, needs: Needs, ranks_per_node: int) -> Ways:
+        """Consecutive `ranks_per_node` ranks are a node; the last may have fewer.
+
+        Ranks of a node that need the same rows of other nodes fetch an equal part of them each.
 
         All of those rows, one after the other, are cut in as many parts as there are such ranks:
         most stretches come whole, to one of them.
@@ -145,6 +153,7 @@ class _Ways:
         at = take(at - home * wide, inverse)
         near, none = ~far, torch.zeros(int((~far).sum()), dtype=torch.int64)
         return cls(
+            needs.layout,
             torch.cat([user[near], who]),
             torch.cat([owner[near], whose]),
             torch.cat([start[near], at + low]),

@@ -10,7 +10,7 @@ from flexcp.layout import Layout
 from flexcp.schedule.allgather import allgather
 from flexcp.schedule.exchange import OwnWork, exchange
 from flexcp.schedule.heads import split_heads
-from flexcp.schedule.hierarchical import Relays
+from flexcp.schedule.hierarchical import Relays, Ways
 from flexcp.schedule.needs import Needs
 from flexcp.schedule.ring import ring
 from flexcp.schedule.tables import Schedule
@@ -51,12 +51,12 @@ def make_schedule(
             only sends gradients home. That needs memory for these rows, like an all-gather, but not
             for more.
         at_once: For exchange: fetch everything before any work.
-        few_rounds: For exchange: if not 0, that many rounds, or more if memory asks for it, each
-            with an equal part of what every pair of ranks exchanges.
+        few_rounds: For exchange and hierarchical: if not 0, in that many rounds, or in more if
+            memory asks for them, an equal part of what every pair of ranks exchanges in each.
         own_work: For few rounds: the work against own rows of every group, to be spread over them.
         needs: Who needs what between groups, if known.
         ranks_per_node: For hierarchical: consecutive ranks that are a node; all, if not given.
-        relays: For hierarchical: who fetches and who passes on what, if known.
+        relays: For hierarchical: who fetches and who passes on what when, if known.
 
     >>> import flexcp
     >>> from flexcp.layout import contiguous
@@ -88,9 +88,9 @@ def make_schedule(
             own_work=own_work,
         )
     elif outer_schedule == "hierarchical":
-        relays = relays or Relays.of(
-            needs or Needs.of(grids, groups), ranks_per_node or layout.ranks, own_work
-        )
+        if relays is None:
+            ways = Ways.of(needs or Needs.of(grids, groups), ranks_per_node or layout.ranks)
+            relays = Relays.of(ways, own_work, max(1, few_rounds))
         forward, backward = relays.forward, relays.backward(keep=keep)
     elif outer_schedule == "ring":
         forward, backward = ring(groups)
