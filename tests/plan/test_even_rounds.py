@@ -22,17 +22,18 @@ LENGTHS = [61, 9, 130, 3, 53]
 TOKENS = sum(LENGTHS)
 
 
-def packed(layout, rounds, *, keep=False):
+def packed(layout, rounds, *, name="exchange", keep=False):
     grid = flexcp.build_block_grid(
         masks.document(lengths=LENGTHS) & masks.causal(), TOKENS, block_size=4, heads=4
     )
     return grid, make_schedule(
-        "exchange",
+        name,
         [grid],
         layout,
         num_heads=4,
         num_kv_heads=2,
         few_rounds=rounds,
+        ranks_per_node=2,
         keep=keep,
         own_work=WorkProfile.of([grid], layout).own(layout),
     )
@@ -91,8 +92,11 @@ def test_own_work_is_spread_where_the_first_round_has_too_much_of_it():
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_attention_in_even_rounds_is_that_of_one_process(ranks, keep):
+@pytest.mark.parametrize(
+    ("name", "ranks", "rounds"),
+    [("exchange", 3, 3), ("exchange", 4, 3), ("hierarchical", 4, 7), ("hierarchical", 5, 4)],
+)
+def test_attention_in_even_rounds_is_that_of_one_process(name, ranks, rounds, keep):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, h, TOKENS, 8, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -102,7 +106,7 @@ def test_attention_in_even_rounds_is_that_of_one_process(ranks, keep):
     out = flexcp.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     weight = torch.randn(out.shape, dtype=torch.float64, generator=generator)
     expected = torch.autograd.grad((out * weight).sum(), (q, k, v))
-    _, schedule = packed(head_tail(TOKENS, ranks), 3, keep=keep)
+    _, schedule = packed(head_tail(TOKENS, ranks), rounds, name=name, keep=keep)
 
     def fn(mesh):
         plan = make_plan(
@@ -110,7 +114,7 @@ def test_attention_in_even_rounds_is_that_of_one_process(ranks, keep):
             TOKENS,
             mesh,
             layout=head_tail(TOKENS, ranks),
-            schedule="exchange",
+            schedule=name,
             block_size=4,
             num_heads=4,
             num_kv_heads=2,

@@ -112,7 +112,7 @@ class Layout:
         return cls(name, seq_len, len(rows), batch_elements, rank, start, stop)
 
     @classmethod
-    def stacked(cls, layouts: Sequence[Layout]) -> Layout:
+    def stacked(cls, layouts: Sequence[Layout], *, name: str | None = None) -> Layout:
         """A layout in which every batch element has its own, from a layout for each.
 
         >>> a = Layout.of_runs([[(0, 2)], [(2, 4)]])
@@ -138,8 +138,9 @@ class Layout:
         order = torch.argsort(rank, stable=True)
         start = torch.cat([x.start + b * first.seq_len for b, x in enumerate(layouts)])
         stop = torch.cat([x.stop + b * first.seq_len for b, x in enumerate(layouts)])
+        name = first.name if name is None else name
         runs = rank[order], start[order], stop[order]
-        return cls(first.name, first.seq_len, first.ranks, len(layouts), *runs)
+        return cls(name, first.seq_len, first.ranks, len(layouts), *runs)
 
     @property
     def rows(self) -> int:
