@@ -74,6 +74,15 @@ def test_another_mask_is_an_error(tmp_path):
         load_plan(tmp_path / "plan.json", mask=masks.full())
 
 
+def test_another_mask_with_the_same_tiles_and_as_many_pairs_is_an_error(tmp_path):
+    """Attention went on with it, and left out what the plan does not fetch."""
+    path = tmp_path / "plan.json"
+    save_plan(make_plan(lambda b, h, q, kv: q >= kv, 64, 2), path)
+    load_plan(path, mask=lambda b, h, q, kv: kv <= q).check()
+    with pytest.raises(FlexCPError, match=r"the masks that the plan .* was made for, got others"):
+        load_plan(path, mask=lambda b, h, q, kv: q <= kv)
+
+
 def test_a_function_that_nobody_finds_is_asked_for(tmp_path):
     save_plan(make_plan(lambda b, h, q, kv: q >= kv, 100, 2), tmp_path / "plan.json")
     with pytest.raises(FlexCPError, match=r"pass load_plan\(path, mask=...\)"):

@@ -141,25 +141,25 @@ class Pricing:
         return found
 
     def _with_relays(self, needs: Needs, kept: bool) -> Iterator[tuple[Cost, Schedule]]:
-        """Rows are passed on within nodes; if they may be `kept`, also kept, and in more rounds."""
+        """Rows are passed on within nodes, in more rounds too; if they may be `kept`, both ways."""
         ways = Ways.of(needs, self._problem.machine.ranks_per_node)
         own_work, make = self._work.own(needs.layout), partial(self._make, "hierarchical")
 
-        def kept_in(few_rounds: int) -> Schedule:
-            return make(relays=Relays.of(ways, own_work, few_rounds), keep=True)
+        def in_rounds(few_rounds: int) -> Schedule:
+            return make(relays=Relays.of(ways, own_work, few_rounds), keep=kept)
 
         relays = Relays.of(ways, own_work)
+        yield (first := self._priced(make(relays=relays, keep=kept)))
+        if kept and first[0].seconds > self._limit:
+            return  # one of several
+        yield from self._in_more_parts(in_rounds, first)
         if kept:
-            yield (first := self._priced(make(relays=relays, keep=True)))
-            if first[0].seconds > self._limit:
-                return  # one of several
-            yield from self._in_more_parts(kept_in, first)
-        yield self._priced(make(relays=relays))
+            yield self._priced(make(relays=relays))
 
     def _in_more_parts(
         self, make: Callable[[int], Schedule], former: tuple[Cost, Schedule]
     ) -> list[tuple[Cost, Schedule]]:
-        """A schedule in twice as many rounds, and again, as long as that takes clearly less.
+        """A schedule in twice as many rounds, or two more, and again, as long as that gains.
 
         Where transfers are waited for, little is left to compute once the last rows have arrived,
         and the first gradients leave early: of all work, the share of one round at most.
@@ -168,6 +168,7 @@ class Pricing:
         while former[0].seconds > Objective.enough * former[0].compute:
             parts = 2 * (former[1].forward.rounds - 1)
             many = parts * (Objective.enough - 1) > 2
+            many = many or 2 * len(former[1].forward.moves) > MOST_LINES
             if parts < 2 or many or self._seconds_of(parts) > self._limit:
                 break
             new = self._priced(make(parts))

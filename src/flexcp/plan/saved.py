@@ -88,13 +88,24 @@ def load_plan(
         )
     except (KeyError, TypeError, AttributeError) as error:
         _refuse(path, f"one of another version ({type(error).__name__}: {error})")
-    if plan.fingerprint() != content["fingerprint"]:
+    steps = (step for saved in content["masks"].values() for step in saved["steps"])
+    as_written = mask is None and all("make" in step for step in steps)
+    if plan.fingerprint() != content["fingerprint"] or not (as_written or _does_all(plan)):
         raise FlexCPError(
             f"the masks that the plan in {str(path)!r} was made for",
             "others" if mask is not None else "functions that have changed since",
             "make the plan again, or pass the mask that it was made for",
         )
     return plan
+
+
+def _does_all(plan: Plan) -> bool:
+    """Whether a plan is right for its masks: others may have the same tiles, and as many pairs."""
+    try:
+        plan.check()
+    except FlexCPError:
+        return False
+    return True
 
 
 def _read(path: str | Path) -> dict[str, Any]:

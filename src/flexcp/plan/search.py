@@ -43,17 +43,8 @@ def search(problem: Problem, layout: str | Layout, schedule: str) -> list[Candid
     group_size = min(found, key=lambda c: c.price).group_size
     other_layouts = layout == "auto" and not _is_near_bound(found)
     if other_layouts and problem.ranks.size > 1 and chosen.batch_elements == 1:
+        found.extend(_in_plain_order(problem, loads, splits, found, schedule))
         tried = [n for n in dict.fromkeys((group_size, 1)) if n in splits]
-        plain = contiguous(problem.seq_len, problem.ranks.size)  # a window's, say: less is moved
-        uneven = {n: loads.imbalance(n, plain) for n in tried}
-        best = min(c.price for c in found)
-        least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in tried}
-        even = [n for n in tried if uneven[n] * least[n] < best]
-        if even:  # what is less even has to gain half as much as it is uneven
-            of_plain = LayoutLoads.of(problem, plain, schedule)
-            more = _priced(problem, of_plain, even, found, schedule)
-            gain = {n: max(_TUNED.enough, (1 + uneven[n]) / 2) for n in even}
-            found.extend(c for c in more if c.price * gain[c.group_size] < best)
         less_local: list[Candidate] = []
         gains = min(c.seconds for c in found) > _TUNED.enough * min(c.if_even for c in found)
         for split in tried if gains else ():
@@ -133,20 +124,33 @@ def _is_near_bound(found: Sequence[Candidate]) -> bool:
     )
 
 
-def _priced(
+def _in_plain_order(
     problem: Problem,
     loads: LayoutLoads,
     splits: Sequence[int],
     found: Sequence[Candidate],
     schedule: str,
 ) -> list[Candidate]:
-    """The candidates of another layout, with all splits that may be cheaper."""
-    return [
-        candidate
-        for group_size in splits
-        if _least_price(problem, loads, group_size, rows=True) < min(c.price for c in found)
-        for candidate in _options(problem, loads, group_size, schedule, found=found)
-    ]
+    """The candidates in plain order, which moves less, as under a window, and may be uneven.
+
+    Those that are 2 % cheaper than all that was `found`.
+    """
+    plain = contiguous(problem.seq_len, problem.ranks.size)
+    best = min(c.price for c in found)
+    least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in splits}
+    even = [n for n in splits if least[n] * loads.imbalance(n, plain) < best]
+    if not even:
+        return []
+    of_plain = LayoutLoads.of(problem, plain, schedule)
+    priced: list[Candidate] = []
+    relays = schedule == "auto" and 1 in even and of_plain.share_rows(problem)
+    for n, how in [*((n, schedule) for n in even), *([(1, "hierarchical")] if relays else [])]:
+        relayed = how != schedule
+        so_far = [*found, *priced]
+        least_price = _least_price(problem, of_plain, n, rows=True, relayed=relayed)
+        if least_price < min(c.price for c in so_far):
+            priced += _options(problem, of_plain, n, how, kept=relayed, found=so_far)
+    return [c for c in priced if c.price * _TUNED.enough < best]
 
 
 def _blocks_dealt_to_groups(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexcp.grid import BlockGrid, BlockKind
+from flexcp.grid.row_areas import row_areas
 from flexcp.grid.rows import areas_by_plane, runs_of_rows
 from flexcp.layout import Layout, area_per_rank
 from flexcp.layout.balance.objective import Objective
@@ -37,8 +38,8 @@ class WorkProfile:
     def of(cls, grids: Sequence[BlockGrid], groups: Layout) -> WorkProfile:
         """From the tiles of the masks. A partial tile counts as the mean one of its row.
 
-        All keys together are exactly the pairs of a group: parts of a block of rows, in which short
-        documents begin and end, may have much more or less than their share of its tiles.
+        Where row ranges are known, all keys together are exactly the pairs of a group: parts of a
+        block, in which short documents begin and end, may have much more or less than their share.
         """
         cols, size = grids[0].shape[1], grids[0].block_size[1]
         width = cols * groups.batch_elements + 1
@@ -57,8 +58,9 @@ class WorkProfile:
                     if copies:
                         _add(slope, width, grid, plane, copies, pieces, element * cols)
         pairs = slope.view(groups.ranks, width).cumsum(1)[:, :-1]
-        exact, total = area_per_rank(grids, groups).double(), pairs.sum(1)
-        pairs *= torch.where(total > 0, exact / total, 1.0).unsqueeze(1)
+        if all(row_areas(grid).planes is not None for grid in grids):
+            exact, total = area_per_rank(grids, groups).double(), pairs.sum(1)
+            pairs *= torch.where(total > 0, exact / total, 1.0).unsqueeze(1)
         before = torch.nn.functional.pad(pairs.cumsum(1), (1, 0))
         return cls(before, size, cols, groups.seq_len)
 

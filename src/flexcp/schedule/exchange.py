@@ -61,7 +61,7 @@ def exchange(
 
 @dataclass(frozen=True, eq=False)
 class OwnWork:
-    """How much of each rank's work needs no rows of others."""
+    """How much of each rank's work needs no rows of others, and what any keys are to a rank."""
 
     rank: Tensor
     """int64 [N] Whose rows, never falling."""
@@ -125,10 +125,11 @@ def even_parts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stretches, cut so that each round has as much of every message: which, round, start, stop.
 
-    A message is all that one rank sends to another. The cuts of short ones are staggered, so that
-    the rows of a round are even as well. No rank receives more than `limit` rows in one. Every
-    other message of a rank begins with its last rows: under a causal mask first rows are more work
-    than last ones, and a rank with most of its work in some rounds would hold up the others.
+    A message is all that one rank sends to another; or two, if some of its stretches are `heavy`,
+    and others are not. The cuts of short ones are staggered, so that the rows of a round are even
+    as well. No rank receives more than `limit` rows in one. Every other message of a rank begins
+    with its last rows: under a causal mask first rows are more work than last ones, and a rank with
+    most of its work in some rounds would hold up the others.
     """
     pair = user * (int(distance.max()) + 1) + distance
     if heavy is not None:

@@ -59,7 +59,7 @@ class Relays:
             number, source, start, stop = (take(x, part) for x in (number, user, start, stop))
             passed = Transfers(number + 1, source, target, start, stop)
             most = _most_at_once(fetched, passed, layout.ranks)
-            if most <= limit or rounds > layout.ranks:
+            if most <= limit or rounds > few_rounds + layout.ranks:
                 break
             tried = int(fetched.round.max())
             rounds = max(rounds + 1, tried + 1, tried * most // limit)

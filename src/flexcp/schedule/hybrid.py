@@ -53,7 +53,8 @@ def make_schedule(
         at_once: For exchange: fetch everything before any work.
         few_rounds: For exchange and hierarchical: if not 0, in that many rounds, or in more if
             memory asks for them, an equal part of what every pair of ranks exchanges in each.
-        own_work: For few rounds: the work against own rows of every group, to be spread over them.
+        own_work: For exchange with few rounds, and hierarchical: the work of every group. That
+            against own rows is spread over rounds, and heavy and light rows of others come in each.
         needs: Who needs what between groups, if known.
         ranks_per_node: For hierarchical: consecutive ranks that are a node; all, if not given.
         relays: For hierarchical: who fetches and who passes on what when, if known.

@@ -271,6 +271,7 @@ def test_several_masks_share_one_layout(flexcp):
             ("causal", "--tokens", "900000G"),
             "expected seq_len to be at most 1,099,511,627,776, got 966",
         ),
+        (("document([1025,-1])",), "expected lengths of 0 or more tokens, got -1; such as"),
         (("sliding_window(-3)",), "expected left to be an integer of at least 0, got -3;"),
     ],
 )

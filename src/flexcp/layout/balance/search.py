@@ -137,7 +137,10 @@ def _of_work(
 
 
 def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
-    """The best of some deals after a local search: even enough, then cheap, or moving less."""
+    """The best of some deals after a local search: even enough, then cheap.
+
+    Of those as cheap, and that move as little, the one whose rank that receives most gets least.
+    """
     enough, tried = objective.enough, list[Deal]()
     most = enough * min((d.price() for d in deals if d.imbalance() <= enough), default=math.inf)
     for deal in sorted(deals, key=Deal.least_price):
@@ -154,7 +157,7 @@ def _best_improved(deals: list[Deal], objective: Objective) -> Deal:
     limits = max(enough, best.imbalance()), objective.even * best.price()
     near = [d for d in tried if d.imbalance() <= limits[0] and d.price() <= limits[1]]
     much = (1 + objective.small) * min(d.needs for d in near)
-    return min((d for d in near if d.needs <= much), key=Deal.most_needed)
+    return min((d for d in near if d.needs <= much), key=lambda d: (d.most_needed(), d.price()))
 
 
 def _bounds(work: Work, ranks: int, dense: int, objective: Objective) -> tuple[int, int]:

@@ -80,8 +80,8 @@ def whole_documents(
 
     One with more work than a rank should have, or that fits nowhere, is shared by as few ranks as
     have room for it, two-ended, so that their work is level; if it is to be `even`, also one with
-    more than any rank has left. With a `filler`, work is what rows have beyond that each, or less:
-    rows like it fill what room is left at last, the more the more room a rank has.
+    more than any rank has left. With a `filler`, work is what rows have beyond that each, or what
+    they lack if it is denser than the mean: rows like it fill what room is left at last.
     """
     return _Packing(documents, counts, objective, filler).packed(even=even)
 
@@ -89,15 +89,15 @@ def whole_documents(
 def packings(documents: Documents, objective: Objective) -> Iterator[tuple[float, bool]]:
     """Fillers: none, the lightest rows, or between those and light ones; and if it is to be even.
 
-    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least. A
-    document with much of all work is a filler too: ranks get others that lack as much of the work
-    that as many of its rows are, and it fills their room.
+    Ranks with heavy rows are filled with all that is lighter than the mean; the last with least. If
+    the densest document has much of all work, it is a filler too: ranks get others that lack as
+    much of the work that as many of its rows are, and it fills their room.
     """
     light, densest = documents.light, documents.by_density[-1]
     few = min(light.size, round(objective.small * documents.work.seq_len))
     lightest, whole = (light.area(rows) / max(1, rows) for rows in (few, light.size))
-    yield from ((0.0, True), (lightest, True))
-    yield from (((lightest + whole) / 2, even) for even in (True, False))
+    between = (lightest + whole) / 2
+    yield from dict.fromkeys(((0.0, True), (lightest, True), (between, True), (between, False)))
     most = documents.area(*densest)
     if most > objective.dense * documents.total and not objective.beside:
         yield most / (densest[1] - densest[0]), True
@@ -129,11 +129,10 @@ def two_ended(documents: Documents, counts: Sequence[int], objective: Objective)
                 light += cheap
         parts.extend(mixed(documents, heavy, light, counts[len(parts) :][:ranks]))
 
-    light, together = documents.light.runs, list[Run]()
-    for run in documents.by_density[len(light) : -1]:
+    others, together = documents.light, list[Run]()
+    for run in documents.by_density[len(others.runs) : -1]:
         together.append(run)
         if area(*run) > objective.mean:
-            others = RowQueue(documents, light, from_end=False)
             ranks, least, most = _level_with(documents, together, others, counts[len(parts) :])
             if ranks:
                 end = others.size - most
@@ -141,8 +140,11 @@ def two_ended(documents: Documents, counts: Sequence[int], objective: Objective)
                     ranks,
                     [*together, *others.stretches(0, least), *others.stretches(end, others.size)],
                 )
-                together, light = [], others.stretches(least, end)
-    share(len(counts), [*together, documents.by_density[-1], *light])
+                others, together = (
+                    RowQueue(documents, others.stretches(least, end), from_end=False),
+                    [],
+                )
+    share(len(counts) - len(parts), [*together, documents.by_density[-1], *others.runs])
     return parts
 
 
@@ -222,7 +224,7 @@ class _Packing:
         self._sign = -1 if filled > objective.mean else 1
         self._mean = max(self._sign * (objective.mean - filled), 1e-9)
         self._limit = self._mean + (objective.enough - 1) * objective.mean
-        # Work, beyond that of as many of the lightest rows; room, negative; rank.
+        # Work, beyond that of as many rows of the filler, or what lacks; room, negative; rank.
         self._state = [(0.0, -count, rank) for rank, count in enumerate(counts)]
         self._order = sorted(self._state)
 
@@ -268,7 +270,7 @@ class _Packing:
         return found
 
     def _density(self, d: int) -> float:
-        """Work of a document per row, beyond that of the lightest rows."""
+        """Work of a document per row, beyond that of the filler, or what lacks."""
         mean = self._documents.areas[d] / self._documents.sizes[d]
         return max(self._sign * (mean - self._filler), 1e-12)
 

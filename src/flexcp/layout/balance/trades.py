@@ -33,7 +33,7 @@ class Trade(NamedTuple):
 
 def improve(deal: Deal, most: float = math.inf) -> None:
     """Trades of the slowest rank, as long as any is worth it and the price is not too high."""
-    stuck: set[tuple[int, bool]] = set()  # they are asked again once changed
+    stuck: set[tuple[int, bool]] = set()  # asked again once changed, or all others are stuck
     made: set[tuple[int, int, Pieces, Pieces]] = set()
     changed, tries = False, deal.objective.tries
     fine = tries**3  # trades once work is even enough for documents that stay whole

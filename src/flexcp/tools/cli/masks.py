@@ -252,7 +252,12 @@ class _Builder:
             raise self._at(
                 call, "a file name or a list of lengths", quote(given), "such as [600, 400]"
             )
-        return [int(x) for x in given if isinstance(x, int)]
+        found = [int(x) for x in given if isinstance(x, int)]
+        if min(found) < 0:
+            raise self._at(
+                call, "lengths of 0 or more tokens", quote(min(found)), "such as [600, 400]"
+            )
+        return found
 
     def _own(self, call: NamedMask) -> Mask:
         """`package.module:function`: a Mask, a mask_mod, or a function that makes either."""
