@@ -133,12 +133,13 @@ def _in_plain_order(
 ) -> list[Candidate]:
     """The candidates in plain order, which moves less, as under a window, and may be uneven.
 
-    Those that are 2 % cheaper than all that was `found`.
+    Those that are cheaper than all that was `found`, by 2 % or half as much as they are uneven.
     """
     plain = contiguous(problem.seq_len, problem.ranks.size)
     best = min(c.price for c in found)
     least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in splits}
-    even = [n for n in splits if least[n] * loads.imbalance(n, plain) < best]
+    uneven = {n: loads.imbalance(n, plain) for n in splits}
+    even = [n for n in splits if least[n] * uneven[n] < best]
     if not even:
         return []
     of_plain = LayoutLoads.of(problem, plain, schedule)
@@ -150,7 +151,8 @@ def _in_plain_order(
         least_price = _least_price(problem, of_plain, n, rows=True, relayed=relayed)
         if least_price < min(c.price for c in so_far):
             priced += _options(problem, of_plain, n, how, kept=relayed, found=so_far)
-    return [c for c in priced if c.price * _TUNED.enough < best]
+    gain = {n: max(_TUNED.enough, (1 + uneven[n]) / 2) for n in splits}
+    return [c for c in priced if c.price * gain[c.group_size] < best]
 
 
 def _blocks_dealt_to_groups(
