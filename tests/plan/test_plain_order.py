@@ -46,3 +46,9 @@ def test_work_stays_even_where_compute_is_what_takes_time():
     plan = make_plan(mask, 1 << 17, 8, num_heads=32, num_kv_heads=8, head_dim=128)
     assert plan.layout.name == "balanced"
     assert plan.stats().imbalance <= 1.02
+
+
+def test_plain_order_on_hundreds_of_ranks_is_not_tried_with_millions_of_messages():
+    """Rows passed on within nodes, each in hundreds of rounds: ten seconds for nothing."""
+    plan = make_plan(masks.causal(), 1 << 20, 256, block_size=512)
+    assert not any("hierarchical" in name for name, _ in plan.considered)

@@ -85,8 +85,11 @@ class Pricing:
         own = needs.layout.counts.max() * needs.layout.batch_elements
         fewest = -(-int(needs.received.max()) // max(1, int(own)))
         rounds = self._seconds_of(fewest)
+        lines = needs.by_owner[0].numel()
+        too_many = lines + min(lines, groups**2) * fewest > MOST_LINES
         if schedule == "hierarchical":
-            if not kept or (rounds <= self._limit and needs.by_owner[0].numel() <= MOST_LINES >> 6):
+            few_lines = lines <= MOST_LINES >> 6 and not too_many
+            if not kept or (rounds <= self._limit and few_lines):
                 yield from self._with_relays(needs, kept)
             return
         make = partial(make, heads_group_size=group_size, needs=needs)
@@ -99,8 +102,6 @@ class Pricing:
             found.append(self._priced(make(name, keep=True, at_once=True)))
             self._limit = min(self._limit, Objective.enough * found[0][0].seconds)
         dense = needs.exceed(Objective.dense)
-        lines = needs.by_owner[0].numel()
-        too_many = lines + min(lines, groups**2) * fewest > MOST_LINES
         if rounds <= self._limit:
             own_work = self._work.own(needs.layout)
 

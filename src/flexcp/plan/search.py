@@ -139,7 +139,8 @@ def _in_plain_order(
     best = min(c.price for c in found)
     least = {n: _least_price(problem, loads, n, rows=False, even=True) for n in splits}
     uneven = {n: loads.imbalance(n, plain) for n in splits}
-    even = [n for n in splits if least[n] * uneven[n] < best]
+    gain = {n: max(_TUNED.enough, (1 + uneven[n]) / 2) for n in splits}
+    even = [n for n in splits if least[n] * uneven[n] * gain[n] < best]
     if not even:
         return []
     of_plain = LayoutLoads.of(problem, plain, schedule)
@@ -149,9 +150,8 @@ def _in_plain_order(
         relayed = how != schedule
         so_far = [*found, *priced]
         least_price = _least_price(problem, of_plain, n, rows=True, relayed=relayed)
-        if least_price < min(c.price for c in so_far):
+        if least_price < min(best / gain[n], *(c.price for c in so_far)):
             priced += _options(problem, of_plain, n, how, kept=relayed, found=so_far)
-    gain = {n: max(_TUNED.enough, (1 + uneven[n]) / 2) for n in splits}
     return [c for c in priced if c.price * gain[c.group_size] < best]
 
 
