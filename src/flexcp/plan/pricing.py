@@ -168,8 +168,8 @@ class Pricing:
         found: list[tuple[Cost, Schedule]] = []
         while former[0].seconds > Objective.enough * former[0].compute:
             parts = 2 * (former[1].forward.rounds - 1)
-            many = parts * (Objective.enough - 1) > 2
-            many = many or 2 * len(former[1].forward.moves) > MOST_LINES
+            lines = 2 * len(former[1].forward.moves)
+            many = parts * (Objective.enough - 1) > 2 or lines > MOST_LINES
             if parts < 2 or many or self._seconds_of(parts) > self._limit:
                 break
             new = self._priced(make(parts))

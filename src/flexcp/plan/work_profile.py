@@ -77,7 +77,10 @@ class WorkProfile:
         Where documents meet within a block, some pairs are counted at keys that nobody needs: the
         rounds of a group are scaled to what it has to do in all.
         """
-        by_round, total = self._by_round(work, rounds), self.before.numpy()[:, -1]
+        groups, total = self.before.shape[0], self.before.numpy()[:, -1]
+        pairs = self._of_keys(work.rank, work.start, work.stop).numpy()
+        place = work.round.numpy() * groups + work.rank.numpy()
+        by_round = np.bincount(place, pairs, minlength=rounds * groups).reshape(rounds, groups)
         have = by_round.sum(0)
         return by_round * np.where(have > 0, total / np.maximum(have, 1e-9), 1.0)
 
@@ -88,20 +91,12 @@ class WorkProfile:
         edges = torch.arange(0, rows, step)
         which, _, start, stop = cut(own.start, own.stop, edges, edges + step)
         rank = own.rank[which]
-        begin, end = (self._until(rank.numpy(), row.numpy()) for row in (start, stop))
-        return OwnWork(
-            rank, start, stop, torch.from_numpy(end - begin),
-            lambda rank, start, stop: torch.from_numpy(
-                self._until(rank.numpy(), stop.numpy()) - self._until(rank.numpy(), start.numpy())
-            ),
-        )  # fmt: skip
+        return OwnWork(rank, start, stop, self._of_keys(rank, start, stop), self._of_keys)
 
-    def _by_round(self, work: Tasks, rounds: int) -> Any:
-        """float64 [rounds, groups] Pairs of some tasks."""
-        groups, rank = self.before.shape[0], work.rank.numpy()
-        pairs = self._until(rank, work.stop.numpy()) - self._until(rank, work.start.numpy())
-        found = np.bincount(work.round.numpy() * groups + rank, pairs, minlength=rounds * groups)
-        return found.reshape(rounds, groups)
+    def _of_keys(self, group: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+        """float64 [N] Pairs of some groups with stretches of keys, from and up to."""
+        end, begin = (self._until(group.numpy(), row.numpy()) for row in (stop, start))
+        return torch.from_numpy(end - begin)
 
     def _until(self, group: Any, row: Any) -> Any:
         """float64 [N] Pairs of some groups with all keys before some rows."""
